@@ -204,8 +204,7 @@ class Engine(RequestBook):
         speculation = self.speculation
         if self.guessing is not None:
             plan = self._perform(self._plan_guesses(self.guessing))
-            count = len(plan.spans)
-            self.guessing.end(plan.guess_rows, plan.repeat, count, is_decode(plan))
+            self.guessing.end(plan.repeat)
             return self.hand_out(plan.repeat)
         plan = self.scheduler.plan(self.runner.burst if speculation is None else 1)
         if speculation is not None and speculation.is_awake(len(plan.spans)):
@@ -220,7 +219,8 @@ class Engine(RequestBook):
         """A burst with guesses, where that pays and nothing but decoding is to be done; else the
         same as without. Only bursts of one kind follow each other unread."""
         counts = Counter(seq.version for seq in self.scheduler.running.values())
-        rows, steps = guessing.way(len(counts), max(counts.values(), default=0))
+        queued = bool(self.scheduler.waiting)
+        rows, steps = guessing.way(len(counts), max(counts.values(), default=0), queued)
         if any(bool(plan.guess_rows) != bool(rows) for plan, _ in self._in_flight):
             self.drain()
         plan = None
@@ -398,11 +398,6 @@ class Engine(RequestBook):
     def _drafts(self) -> dict[Version, tuple[int, int]]:
         source = self.speculation or self.guessing
         return {} if source is None else source.counts()
-
-
-def is_decode(plan: Plan) -> bool:
-    """Whether a step does nothing but decode."""
-    return bool(plan.spans) and not plan.cache_ops and all(s.num_rows == 1 for s in plan.spans)
 
 
 def part_of(result: StepResult, start: int, end: int) -> StepResult:

@@ -4,7 +4,7 @@ A device that finds guesses itself (`cuda/guesser.py`) decodes in bursts of step
 number of rows: one for each request, the others for the guesses that are likeliest to be right. How
 many rows is decided here, for each size of batch: without guesses, with few, or with many. Each way
 is tried for a short while, and its worth is what was measured: tokens of a request in a step, over
-the time of a step from one return of the engine to the next.
+the time that the device takes for a step.
 
     looking    at the way without guesses, then at one with few more rows; at the others only where
                that one brought something
@@ -14,15 +14,14 @@ the time of a step from one return of the engine to the next.
 So text that cannot be guessed costs a few steps out of hundreds, and fewer the longer it goes on.
 A look ends at once where nothing is guessed right.
 
-Pure but for the clock that it is given. Decides by time, so two runs may guess differently; what
-they generate is the same (see `Engine`).
+Pure. Decides by time, so two runs may guess differently; what they generate is the same (see
+`Engine`).
 """
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -39,14 +38,14 @@ FORGET = 0.98  # of what older bursts say about the chances, by each new one
 ROWS_MAX = 256  # of a version: beyond, the device has no row to spare
 ROWS_STEP = 16
 SHARES = (1.5, 2.0, 4.0)  # rows for each request
-STEPS, LOOK_STEPS = 8, 4  # of a burst; of one in a look
+STEPS, LOOK_STEPS, QUEUED_STEPS = 8, 4, 2  # of a burst; in a look; where others wait for a place
 LOOK_PLAIN, LOOK_GUESSED = 12, 20  # steps of a look
 SLEEP_MIN, SLEEP_MAX = 256, 4096
 USE_STEPS = 512  # before others are looked at again
 GAIN_MIN = 1.03  # better than without guesses, to be used
-HOPE = 0.9  # of the best way's worth: more rows than with such a one are tried
+GAIN_QUEUED = 1.1  # where others wait for a place, which is found free a burst later
+HOPE = 0.9  # of the worth without guesses, or of the best way's: more rows are tried
 NOTHING = 0.03  # tokens more in a step: less is nothing
-SKIPPED = 2  # steps of the engine behind a change that say nothing of the time
 RATE = 0.25  # of exponential averages
 
 
@@ -69,8 +68,8 @@ class _Arm:
 
     def time(self, seconds: float) -> None:
         self.num_timed += 1
-        if self.num_timed == 1:
-            self.seconds = seconds
+        if self.num_timed <= 2:
+            self.seconds = min(seconds, self.seconds or seconds)
         else:  # a capture, or a machine that stands still, is no time of a step
             self.seconds += (min(seconds, 2 * self.seconds) - self.seconds) * RATE
 
@@ -94,13 +93,8 @@ class _Book:
 class Guessing:
     """`fixed`: always so many rows for each request, whatever they cost."""
 
-    def __init__(
-        self,
-        texts: Texts,
-        fixed: float = 0.0,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self.texts, self.fixed, self._clock = texts, fixed, clock
+    def __init__(self, texts: Texts, fixed: float = 0.0) -> None:
+        self.texts, self.fixed = texts, fixed
         self.drafted: Counter[Version] = Counter()
         self.accepted: Counter[Version] = Counter()
         self.right = [0.0] * (PAST_MAX + 1)  # of guesses with so long a past
@@ -109,9 +103,6 @@ class Guessing:
         self._size: Size = (0, 0)
         self._way, self._left = Way(0, 1), 0
         self._step = 0
-        self._last: tuple[Size, int] | None = None
-        self._num_same = 0
-        self._ended_s = 0.0
 
     def counts(self) -> dict[Version, tuple[int, int]]:
         """Drafted and accepted tokens of each version."""
@@ -128,19 +119,23 @@ class Guessing:
 
     # --------------------------------------------------------------- the choice
 
-    def way(self, num_versions: int, count: int) -> Way:
-        """For the next step or burst, of at most `count` requests of a version."""
-        size = (num_versions, _rounded(count))
+    def way(self, num_versions: int, count: int, queued: bool = False) -> Way:
+        """For the next step or burst, of at most `count` requests of a version; `queued`: others
+        wait for a place."""
         if not count:
             return Way(0, 1)
         if self.fixed:
-            return Way(min(max(ROWS_STEP, _rounded(int(count * self.fixed))), 2 * ROWS_MAX), STEPS)
+            rows = min(max(ROWS_STEP, _rounded(int(count * self.fixed))), 2 * ROWS_MAX)
+            return Way(rows if rows > count else 0, QUEUED_STEPS if queued else STEPS)
+        size = (num_versions, _rounded(count))
         if size != self._size or self._left <= 0:
             self._size = size
-            self._way, self._left = self._choose(self._books.setdefault(size, _Book()), size)
-        return self._way
+            book = self._books.setdefault(size, _Book())
+            gain = GAIN_QUEUED if queued else GAIN_MIN
+            self._way, self._left = self._choose(book, size, gain)
+        return self._way._replace(steps=QUEUED_STEPS) if queued else self._way
 
-    def _choose(self, book: _Book, size: Size) -> tuple[Way, int]:
+    def _choose(self, book: _Book, size: Size, gain: float) -> tuple[Way, int]:
         """What is done next, and for how many steps."""
         without = book.arms.setdefault(0, _Arm())
         ways = rows_for(size[1])
@@ -155,13 +150,13 @@ class Guessing:
             if arm.seen < 0 or self._step - arm.seen > 4 * USE_STEPS:
                 arm.seen = self._step
                 return Way(rows, LOOK_STEPS), LOOK_GUESSED
-            if arm.made < 1 + NOTHING:
-                break
+            if self._is_hopeless(book, rows):
+                break  # more rows cost more
             if not best or self._worth(book, rows) > self._worth(book, best):
                 best = rows
             elif self._worth(book, rows) < HOPE * self._worth(book, best):
                 break
-        if best and self._worth(book, best) > GAIN_MIN * self._worth(book, 0):
+        if best and self._worth(book, best) > gain * self._worth(book, 0):
             book.sleep = SLEEP_MIN
             return Way(best, STEPS), USE_STEPS
         book.wake = self._step + book.sleep
@@ -170,6 +165,15 @@ class Guessing:
             book.arms.setdefault(rows, _Arm()).seen = -1
         return Way(0, 1), book.wake - self._step
 
+    def _is_hopeless(self, book: _Book, rows: int) -> bool:
+        """Nothing is guessed right, or it costs too much."""
+        arm, without = book.arms[rows], book.arms.get(0)
+        if arm.num_made and arm.made < 1 + NOTHING:
+            return True
+        if arm.num_timed < 2 or without is None or without.num_timed < 2:
+            return False
+        return self._worth(book, rows) < HOPE * self._worth(book, 0)
+
     def _worth(self, book: _Book, rows: int) -> float:
         """Tokens of a request in a second."""
         arm = book.arms[rows]
@@ -177,31 +181,29 @@ class Guessing:
 
     # ------------------------------------------------------------- what happened
 
-    def end(self, rows: int, steps: int, count: int, timed: bool) -> None:
-        """The engine returns from a launch of `count` requests; `timed`: it did nothing but
-        decode."""
-        now = self._clock()
+    def end(self, steps: int) -> None:
+        """So many were launched."""
         self._step += steps
         self._left -= steps
-        same = (self._size, rows)
-        self._num_same = self._num_same + 1 if timed and count and same == self._last else 0
-        self._last = same if timed and count else None
-        if self._num_same >= SKIPPED and not self.fixed:
-            book = self._books.setdefault(self._size, _Book())
-            book.arms.setdefault(rows, _Arm()).time((now - self._ended_s) / steps)
-        self._ended_s = now
 
-    def learn(self, rows: int, made: float, tried: Sequence[float], right: Sequence[float]) -> None:
-        """Of a burst: tokens of a request in a step; by common past, how many guesses were checked
-        and how many of them were right."""
+    def time(self, num_versions: int, count: int, rows: int, seconds: float) -> None:
+        """A step took so long that did nothing but decode `count` requests of a version at most."""
+        book = self._books.setdefault((num_versions, _rounded(count)), _Book())
+        book.arms.setdefault(rows, _Arm()).time(seconds)
+
+    def learn(self, tried: Sequence[float], right: Sequence[float]) -> None:
+        """Of a burst: by common past, how many guesses were checked and how many were right."""
         for past in range(PAST_MAX + 1):
             self.tried[past] = self.tried[past] * FORGET + tried[past]
             self.right[past] = self.right[past] * FORGET + right[past]
-        if self.fixed or self._way.rows != rows:
-            return
-        arm = self._books[self._size].arms[rows]
-        arm.make(made)
-        if self._way.steps == LOOK_STEPS and arm.made < 1 + NOTHING:
+
+    def make(self, num_versions: int, count: int, rows: int, made: float) -> None:
+        """Of a burst: tokens of a request in a step."""
+        size = (num_versions, _rounded(count))
+        book = self._books.setdefault(size, _Book())
+        book.arms.setdefault(rows, _Arm()).make(made)
+        is_look = self._way.steps == LOOK_STEPS and self._way.rows == rows and self._size == size
+        if is_look and self._is_hopeless(book, rows):
             self._left = 0
 
     def count(self, version: Version, drafted: int, accepted: int) -> None:

@@ -5,6 +5,7 @@ Pure data between the scheduler, which decides, and the runner, which performs.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -76,6 +77,15 @@ class Plan:
     spans: list[Span] = field(default_factory=list)
     repeat: int = 1
     guess_rows: int = 0
+
+    def is_decode(self) -> bool:
+        """Whether it does nothing but decode."""
+        return bool(self.spans) and not self.cache_ops and all(s.num_rows == 1 for s in self.spans)
+
+    def most(self) -> tuple[int, int]:
+        """How many versions its spans have, and how many of them one version has at most."""
+        counts = Counter(span.seq.version for span in self.spans)
+        return len(counts), max(counts.values(), default=0)
 
     def sequences(self) -> list[Sequence]:
         """All whose cache it changes, each once."""

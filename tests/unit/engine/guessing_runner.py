@@ -46,7 +46,8 @@ class GuessingRunner(AheadRunner):
             for span in plan.spans:
                 left -= self._step(span.seq, found, left, slots)
         made = sum(len(r.token_ids) for r in found.values()) / (plan.repeat * len(found))
-        self.guessing.learn(plan.guess_rows, made, tried, tried)
+        self.guessing.learn(tried, tried)
+        self.guessing.make(*plan.most(), plan.guess_rows, made)
         return list(found.values())
 
     def collect(self, launched: list[StepResult]) -> list[StepResult]:

@@ -34,6 +34,7 @@ class Flown:
 
     spans: list[Span]
     places: list[int]
+    most: tuple[int, int]  # versions; requests of one
     rows: int
     drawn: Tensor  # [step, (token, bits of the log-prob), row]
     info: Tensor  # [step, guesses.INFO, request]
@@ -202,11 +203,10 @@ class Guesser:
         tried = np.minimum(gained, taken - 1)[guessed]
         bins = past[guessed]
         self.guessing.learn(
-            flown.rows,
-            float(gained[alive].mean()),
             np.bincount(bins, tried, PAST_MAX + 1).tolist(),
             np.bincount(bins, right, PAST_MAX + 1).tolist(),
         )
+        self.guessing.make(*flown.most, flown.rows, float(gained[alive].mean()))
 
     def forget(self) -> None:
         """Nothing is in flight any more, and nobody reads it."""

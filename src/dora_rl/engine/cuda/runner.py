@@ -18,6 +18,7 @@ Never reads a device value outside `collect`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +34,7 @@ from dora_rl.engine.cuda.guesser import Flown, Guesser
 from dora_rl.engine.cuda.kernels.attention import attend_prefill
 from dora_rl.engine.cuda.kernels.rows import draw, enter
 from dora_rl.engine.cuda.slots import DeviceSlots
-from dora_rl.engine.guessing import GUESSES_MAX
+from dora_rl.engine.guessing import GUESSES_MAX, STEPS
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.plan import Plan, Span, StepResult
 from dora_rl.engine.runner import Runner
@@ -49,6 +50,24 @@ LOGIT_ROWS_MAX = 512  # rows of logits alive at once in a prefill pass
 
 
 @dataclass(slots=True)
+class Timed:
+    """A launch that does nothing but decode: versions, requests of one at most, rows for guesses,
+    steps; and when the device began and ended, as events, or as seconds where there is no GPU."""
+
+    most: tuple[int, int]
+    rows: int
+    steps: int
+    began: torch.cuda.Event | float
+    ended: torch.cuda.Event | float = 0.0
+
+    def seconds(self) -> float:
+        """Of a step, once the device has ended."""
+        if isinstance(self.began, float) or isinstance(self.ended, float):
+            return (float(self.ended) - float(self.began)) / self.steps  # pyright: ignore[reportArgumentType]
+        return self.began.elapsed_time(self.ended) / 1e3 / self.steps
+
+
+@dataclass(slots=True)
 class Flight:
     """One launched step: what to read once `event` has passed."""
 
@@ -56,6 +75,7 @@ class Flight:
     bursts: list[tuple[list[Span], list[int], Tensor]] = field(default_factory=list)
     guessed: list[Flown] = field(default_factory=list[Flown])
     event: torch.cuda.Event | None = None
+    timed: Timed | None = None
 
 
 class CudaRunner(Runner):
@@ -74,12 +94,13 @@ class CudaRunner(Runner):
         self._drawn: dict[int, Tensor] = {}  # by number of rows: [step, 2, row], see `draw`
         self.lora = self.weights.adapters is not None
         self.decoder = CudaDecoder(spec, self.weights, self.context)
+        guesses = options.speculation == "on" and self.depth > 0
         self.slots = DeviceSlots(
             options.seqs_max,
             self.blocks_max,
             self.cache.scrap_block,
             options.device,
-            options.burst_max,
+            max(options.burst_max, STEPS) if guesses else options.burst_max,
         )
         self._load_stream = torch.cuda.Stream(options.device) if self.on_gpu else None
         graphs = options.cuda_graphs and self.on_gpu
@@ -89,7 +110,7 @@ class CudaRunner(Runner):
         self._guesser: Guesser | None = None
         self._guessing: dict[int, DecodeGraphs[tuple[Tensor, Tensor]]] = {}  # by rows of a version
         self._graphs_of = where
-        if options.speculation == "on" and self.depth:
+        if guesses:
             self._guesser = Guesser(self.slots, self.context, options.device)
             self.guessing = self._guesser.guessing
 
@@ -126,6 +147,8 @@ class CudaRunner(Runner):
         self.slots.turn()
         self.cache.perform(plan)
         flight = Flight()
+        if self.guessing is not None and plan.is_decode():
+            flight.timed = Timed(plan.most(), plan.guess_rows, plan.repeat, self._now())
         self.slots.update(plan.spans, slots if self.lora else None)
         if plan.guess_rows:
             self._guess(plan, slots, flight)
@@ -146,7 +169,17 @@ class CudaRunner(Runner):
                 self._decode(part, flight, plan.repeat)
         return self._launched(flight)
 
+    def _now(self) -> torch.cuda.Event | float:
+        """When the device comes here."""
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
     def _launched(self, flight: Flight) -> Flight:
+        if flight.timed is not None:
+            flight.timed.ended = self._now()
         if self.on_gpu:
             flight.event = self._last = self.slots.finished()
         return flight
@@ -161,6 +194,9 @@ class CudaRunner(Runner):
             launched.event.synchronize()
             if launched.event is self._last:
                 self._last = None  # nothing is in flight: that the GPU is idle says nothing
+        if launched.timed is not None and self.guessing is not None:
+            timed = launched.timed
+            self.guessing.time(*timed.most, timed.rows, timed.seconds())
         found = [r for spans, drawn in launched.parts for r in read_drawn(spans, drawn)]
         for spans, rows, data in launched.bursts:
             found += read_burst(spans, rows, data.numpy())
@@ -307,7 +343,8 @@ class CudaRunner(Runner):
         places = [row for v, spans in groups.items() for row in launched.rows_of(v, len(spans))]
         burst = slice(launched.begun, launched.begun + plan.repeat)
         drawn, info = (self.slots.download_aside(data[burst]) for data in launched.result)
-        flight.guessed.append(Flown(every, places, num_rows, drawn, info))
+        flown = Flown(every, places, plan.most(), num_rows, drawn, info)
+        flight.guessed.append(flown)
         self._guesser.flew()
 
     def _guessing_pass(self, num_rows: int, bucket: Bucket, slots: Tensor) -> tuple[Tensor, Tensor]:

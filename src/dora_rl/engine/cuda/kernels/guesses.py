@@ -127,7 +127,7 @@ def choose_kernel(
         best = tl.maximum(value, best)
     past = (best >> 48).to(tl.int32)
     follow = ((best >> 40) & 255).to(tl.int32)
-    place = (best & 0xFFFFFFFF).to(tl.int32)
+    place = (best & 0x7FFFFFFF).to(tl.int32)
     text = tl.load(lists_ptr + slot * LISTED + found, mask=past > 0, other=0).to(tl.int64)
     room = tl.where(past > 0, tl.minimum(follow, end - position - 1), 0)
     count = tl.zeros([N], tl.int32)
