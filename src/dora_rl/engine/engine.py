@@ -141,7 +141,8 @@ class Engine(RequestBook):
 
     def adopt(self, seq: Sequence) -> None:
         """A request that arrived with its KV (see `transfer`) joins the queue."""
-        self._open_text(seq)
+        if self.speculation is not None:
+            self.speculation.open(seq)
         self.go_on(seq)
         self.note(seq)
 
@@ -165,14 +166,9 @@ class Engine(RequestBook):
         return bool(self.outputs or self._in_flight or s.running or s.waiting or s.spilled)
 
     def _enter(self, seq: Sequence) -> None:
-        self._open_text(seq)
-        self.scheduler.requeue(seq)
-
-    def _open_text(self, seq: Sequence) -> None:
         if self.speculation is not None:
             self.speculation.open(seq)
-        if self.guessing is not None:
-            self.guessing.texts.open(seq.id, seq.request.prompt_ids, seq.tokens)
+        self.scheduler.requeue(seq)
 
     def _run(self, seq: Sequence) -> None:
         self.scheduler.requeue(seq)
@@ -218,13 +214,16 @@ class Engine(RequestBook):
     def _plan_guesses(self, guessing: Guessing) -> Plan:
         """A burst with guesses, where that pays and nothing but decoding is to be done; else the
         same as without. Only bursts of one kind follow each other unread."""
-        counts = Counter(seq.version for seq in self.scheduler.running.values())
+        running, texts = self.scheduler.running, guessing.texts
+        for seq in [seq for seq in running.values() if seq.id not in texts]:
+            texts.open(seq.id, seq.request.prompt_ids, seq.tokens)
+        counts = Counter(seq.version for seq in running.values())
         queued = bool(self.scheduler.waiting)
         rows, steps = guessing.way(len(counts), max(counts.values(), default=0), queued)
         if any(bool(plan.guess_rows) != bool(rows) for plan, _ in self._in_flight):
             self.drain()
         plan = None
-        if rows and self.scheduler.running:
+        if rows and running:
             pending = len(self._in_flight)
             plan = self.scheduler.plan_guesses(steps, GUESSES_MAX + 1, pending)
         if plan is None:

@@ -20,6 +20,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 
 from dora_rl.types import RequestId
 
@@ -49,23 +50,30 @@ class Texts:
         self._free = list(range(num_rows - 1, -1, -1))
         self._prompts: OrderedDict[tuple[int, ...], _Prompt] = OrderedDict()
         self._prompt_of: dict[RequestId, tuple[int, ...]] = {}
+        self._without: set[RequestId] = set()  # for which no row was free
         self._unlisted: set[RequestId] = set()  # whose lists changed
         self._unsent: dict[int, Text] = {}  # by row: ended, with tokens that were never sent
 
+    def __contains__(self, request: RequestId) -> bool:
+        return request in self._prompt_of or request in self._without
+
     def open(self, request: RequestId, prompt: tuple[int, ...], tokens: Sequence[int]) -> None:
-        """A request begins, or goes on. Without a free row it has no text."""
-        if request in self._prompt_of:
-            self.close(request)
+        """A request runs. Where no row is free it has no text."""
+        self.close(request)
         if (row := self._take_row()) is None:
+            self._without.add(request)
             return
         group = self._prompts.setdefault(prompt, _Prompt())
         self._prompts.move_to_end(prompt)
         self._prompt_of[request] = prompt
         group.live[request] = Text(row, tokens)
-        self._unlisted.update(group.live)
+        self._unlisted.add(request)
+        if len(group.live) + len(group.ended) <= LISTED:  # there is room in the others' lists
+            self._unlisted.update(group.live)
 
     def close(self, request: RequestId) -> None:
         """It ended or left. What it said stays until its row is needed."""
+        self._without.discard(request)
         if (prompt := self._prompt_of.pop(request, None)) is None:
             return
         group = self._prompts[prompt]
@@ -81,7 +89,7 @@ class Texts:
             self._unlisted.update(group.live)
 
     def clear(self) -> None:
-        for request in list(self._prompt_of):
+        for request in [*self._prompt_of, *self._without]:
             self.close(request)
 
     def text(self, request: RequestId) -> Text | None:
@@ -95,9 +103,9 @@ class Texts:
             return []
         group = self._prompts[prompt]
         own = group.live[request]
-        others = [text.row for text in group.live.values() if text is not own]
-        others += [text.row for text in reversed(group.ended)]
-        return [own.row, *others[: LISTED - 1]]
+        every = chain(group.live.values(), reversed(group.ended))
+        others = islice((text.row for text in every if text is not own), LISTED - 1)
+        return [own.row, *others]
 
     def settle(self, request: RequestId) -> None:
         """It has what it has: what the device went on with behind that counts as unknown."""
