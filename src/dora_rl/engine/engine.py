@@ -29,7 +29,7 @@ have half as many rows at most: nothing is lost but the computing. `notes` says 
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from typing import Any
 from dora_rl.engine.guessing import GUESSES_MAX, Guessing
 from dora_rl.engine.journal import Journal
 from dora_rl.engine.options import EngineOptions
-from dora_rl.engine.plan import Plan, StepResult
+from dora_rl.engine.plan import Plan, StepResult, most_of
 from dora_rl.engine.runner import Runner, make_runner
 from dora_rl.engine.scheduler import Scheduler
 from dora_rl.engine.sequence import (
@@ -217,9 +217,8 @@ class Engine(RequestBook):
         running, texts = self.scheduler.running, guessing.texts
         for seq in [seq for seq in running.values() if seq.id not in texts]:
             texts.open(seq.id, seq.request.prompt_ids, seq.tokens)
-        counts = Counter(seq.version for seq in running.values())
-        queued = bool(self.scheduler.waiting)
-        rows, steps = guessing.way(len(counts), max(counts.values(), default=0), queued)
+        most = most_of(running.values(), together=self.options.lora_rank > 0)
+        rows, steps = guessing.way(*most, queued=bool(self.scheduler.waiting))
         if any(bool(plan.guess_rows) != bool(rows) for plan, _ in self._in_flight):
             self.drain()
         plan = None

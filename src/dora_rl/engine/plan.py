@@ -6,6 +6,7 @@ Pure data between the scheduler, which decides, and the runner, which performs.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -82,15 +83,17 @@ class Plan:
         """Whether it does nothing but decode."""
         return bool(self.spans) and not self.cache_ops and all(s.num_rows == 1 for s in self.spans)
 
-    def most(self) -> tuple[int, int]:
-        """How many versions its spans have, and how many of them one version has at most."""
-        counts = Counter(span.seq.version for span in self.spans)
-        return len(counts), max(counts.values(), default=0)
-
     def sequences(self) -> list[Sequence]:
         """All whose cache it changes, each once."""
         moved = [op.seq for op in self.cache_ops if isinstance(op, Spill | Restore)]
         return list({seq.id: seq for seq in [*moved, *(span.seq for span in self.spans)]}.values())
+
+
+def most_of(sequences: Iterable[Sequence], together: bool) -> tuple[int, int]:
+    """How many versions they have, and how many of them one version has at most; `together`: all
+    versions are one batch, as adapters are."""
+    counts = Counter(0 if together else seq.version for seq in sequences)
+    return len(counts), max(counts.values(), default=0)
 
 
 TopLogprobs: TypeAlias = tuple[tuple[int, float], ...]

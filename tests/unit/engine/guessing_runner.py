@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dora_rl.engine.guessing import GUESSES_MAX, Guessing
-from dora_rl.engine.plan import Plan, Span, StepResult
+from dora_rl.engine.plan import Plan, Span, StepResult, most_of
 from dora_rl.engine.runner import Runner
 from dora_rl.engine.sequence import Sequence as Seq
 from dora_rl.engine.texts import Texts
@@ -47,7 +47,8 @@ class GuessingRunner(AheadRunner):
                 left -= self._step(span.seq, found, left, slots)
         made = sum(len(r.token_ids) for r in found.values()) / (plan.repeat * len(found))
         self.guessing.learn(tried, tried)
-        self.guessing.make(*plan.most(), plan.guess_rows, made)
+        most = most_of(found, together=False)
+        self.guessing.make(*most, plan.guess_rows, made)
         return list(found.values())
 
     def collect(self, launched: list[StepResult]) -> list[StepResult]:

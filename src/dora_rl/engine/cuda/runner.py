@@ -36,7 +36,7 @@ from dora_rl.engine.cuda.kernels.rows import draw, enter
 from dora_rl.engine.cuda.slots import DeviceSlots
 from dora_rl.engine.guessing import GUESSES_MAX, STEPS
 from dora_rl.engine.options import EngineOptions
-from dora_rl.engine.plan import Plan, Span, StepResult
+from dora_rl.engine.plan import Plan, Span, StepResult, most_of
 from dora_rl.engine.runner import Runner
 from dora_rl.engine.tensors import sampler
 from dora_rl.engine.tensors.cache import KvCache
@@ -148,7 +148,8 @@ class CudaRunner(Runner):
         self.cache.perform(plan)
         flight = Flight()
         if self.guessing is not None and plan.is_decode():
-            flight.timed = Timed(plan.most(), plan.guess_rows, plan.repeat, self._now())
+            most = most_of((span.seq for span in plan.spans), together=self.lora)
+            flight.timed = Timed(most, plan.guess_rows, plan.repeat, self._now())
         self.slots.update(plan.spans, slots if self.lora else None)
         if plan.guess_rows:
             self._guess(plan, slots, flight)
@@ -335,6 +336,7 @@ class CudaRunner(Runner):
         for span in plan.spans:
             groups.setdefault(0 if self.lora else slots[span.seq.version], []).append(span)
         num_rows = plan.guess_rows
+        assert num_rows >= max(map(len, groups.values())), "a row for each request at least"
         if num_rows not in self._guessing:
             decode = partial(self._guessing_pass, num_rows)
             self._guessing[num_rows] = DecodeGraphs(decode, *self._graphs_of)
@@ -343,7 +345,8 @@ class CudaRunner(Runner):
         places = [row for v, spans in groups.items() for row in launched.rows_of(v, len(spans))]
         burst = slice(launched.begun, launched.begun + plan.repeat)
         drawn, info = (self.slots.download_aside(data[burst]) for data in launched.result)
-        flown = Flown(every, places, plan.most(), num_rows, drawn, info)
+        most = most_of((span.seq for span in every), together=self.lora)
+        flown = Flown(every, places, most, num_rows, drawn, info)
         flight.guessed.append(flown)
         self._guesser.flew()
 

@@ -38,13 +38,13 @@ def fits(pool: Tensor, group: int) -> bool:
 @lru_cache
 def _is_usable(device: torch.device, dim: int, group: int, block: int) -> bool:
     return driver.can_run(
-        device, lambda: _kernel(device.index, dim, group, block, RING), "attention to Triton"
+        device, lambda: _kernel(device.index, dim, group, block, RING, 0), "attention to Triton"
     )
 
 
 @lru_cache
 def _kernel(
-    _device: int | None, dim: int, group: int, block: int, ring: Ring, fresh: int = 0
+    _device: int | None, dim: int, group: int, block: int, ring: Ring, fresh: int
 ) -> driver.Kernel:
     tile = min(ring.tokens, block)
     source = Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
