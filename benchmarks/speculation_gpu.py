@@ -1,15 +1,15 @@
-"""What guesses gain on a GPU, with a real model and its prompts: `rollout.speculation` on against off.
+"""What guesses gain on a GPU, with a real model and its prompts: `rollout.speculation` on and off.
 
-    python benchmarks/speculation.py --model models/Qwen2.5-1.5B-Instruct --prompts gsm8k/train.jsonl
+    python benchmarks/speculation.py --model models/Qwen2.5-1.5B-Instruct --prompts gsm8k.jsonl
     python benchmarks/speculation.py --model DIR --prompts FILE --requests 8,32,128 --json gpu.json
 
 Both engines are in one process and take turns. Two texts: `real` is what the model says to the
 prompts at temperature 1, eight samples of each; `random` is the same at so high a temperature that
 it says anything, so that nothing can be guessed. A group begins as soon as there is room for all of
 it among so many requests, as in a run. The first round warms up: kernels are compiled, graphs are
-captured, the engine learns. Shown are, over all other rounds, the decoded tokens of a second from the
-first prompt to the last answer, and of those steps alone in which nine of ten places were taken; then
-what was guessed and accepted, and what a step was measured to take, by the number of rows.
+captured, the engine learns. Shown are, over all other rounds, the decoded tokens of a second from
+the first prompt to the last answer, and of those steps alone in which nine of ten places were
+taken; then what was guessed and accepted, and what a step was measured to take, by rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,7 +97,9 @@ def make_engine(args: argparse.Namespace, mode: str) -> Engine:
     return engine
 
 
-def groups_of(args: argparse.Namespace, text: str, prompts: list[tuple[int, ...]], first: int) -> Any:
+def groups_of(
+    args: argparse.Namespace, text: str, prompts: list[tuple[int, ...]], first: int
+) -> Any:
     """One list of requests for each prompt."""
     hot = text == "random"
     params = SamplingParams(

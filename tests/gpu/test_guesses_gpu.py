@@ -1,8 +1,8 @@
-"""Guesses that a GPU finds and checks by itself: the kernels against plain Python, and the same text
-with guesses and without.
+"""Guesses that a GPU finds and checks by itself: the kernels against plain Python, and the same
+text with guesses and without.
 
-Run with `pytest tests/gpu/test_guesses_gpu.py -m gpu` on a machine with a CUDA device and Triton, or
-without one in Triton's interpreter: `TRITON_INTERPRET=1`, some minutes.
+Run with `pytest tests/gpu/test_guesses_gpu.py -m gpu` on a machine with a CUDA device and Triton,
+or without one in Triton's interpreter: `TRITON_INTERPRET=1`, some minutes.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not (ON_GPU or INTERPRETED), reason="needs a CUDA device"),
 ]
+if ON_GPU or INTERPRETED:
+    from dora_rl.engine.cuda.kernels import guesses
+    from dora_rl.engine.cuda.runner import CudaRunner
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="too long for an interpreter")
 GRAPHS = [True, False] if ON_GPU else [False]
 
@@ -58,8 +61,6 @@ Told = dict[RequestId, Trajectory]
 
 def make(path: Path, fixed: float, versions: int = 1, **options: Any) -> Engine:
     """`fixed` rows for each request; 0: no guesses."""
-    from dora_rl.engine.cuda.runner import CudaRunner
-
     torch.backends.cuda.matmul.allow_tf32 = False
     given = EngineOptions(**(OPTIONS | options | ({} if fixed else {"speculation": "off"})))
     engine = Engine(read_spec(path), given, runner=CudaRunner(read_spec(path), given))
@@ -132,6 +133,10 @@ def differ(one: Told, other: Told) -> int:
 # ------------------------------------------------------------------------ kernels
 
 
+def tensor(values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
 def looked_for(texts: list[list[int]], listed: list[int], prompt: int) -> tuple[int, list[int]]:
     """Longest common past of a request's newest tokens (its text is the first one) with a place in
     the listed texts, and what stands there, the newest of the longest ones first."""
@@ -141,7 +146,9 @@ def looked_for(texts: list[list[int]], listed: list[int], prompt: int) -> tuple[
         text = texts[row]
         for place in range(1 if which == 0 else prompt, len(text)):
             past = 0
-            while past < min(PAST_MAX, place, len(own)) and text[place - 1 - past] == own[-1 - past]:
+            while (
+                past < min(PAST_MAX, place, len(own)) and text[place - 1 - past] == own[-1 - past]
+            ):
                 past += 1
             rank = (past, min(GUESSES_MAX, len(text) - place), place)
             if past and rank > best:
@@ -149,75 +156,94 @@ def looked_for(texts: list[list[int]], listed: list[int], prompt: int) -> tuple[
     return best[0], found
 
 
+class Bench:
+    """Requests with texts of a few different tokens, and what a pass makes of them."""
+
+    def __init__(self, versions: int) -> None:
+        draw, width, vocab = random.Random(versions), 60, 5
+        self.versions, self.count, self.num_rows, self.prompt = versions, 5, 16, 4
+        number = self.num_slots = versions * self.count + 1
+        self.texts = [
+            [draw.randrange(vocab) for _ in range(draw.randint(6, 40))] for _ in range(number)
+        ]
+        slots = draw.sample(range(number), versions * self.count)
+        self.lists = [[slot, *draw.sample(range(number), 3)] for slot in range(number)]
+        self.lists[slots[2]] = []  # one has no text
+        self.room = {slot: draw.choice((0, 1, 3, 20)) for slot in slots}
+        self.slots = [slots[0], number, *slots[2:]]  # and one place is nobody's
+        self.lengths = Guessing(Texts(1)).lengths()
+        self.where = guesses.Where(
+            tensor([*(text[-1] for text in self.texts), 0], torch.int64),
+            tensor([*(len(text) - 1 for text in self.texts), 0]),
+            tensor([self.prompt] * (number + 1)),
+            tensor([6]),
+        )
+        ends = [len(text) - 1 + self.room.get(slot, 0) for slot, text in enumerate(self.texts)]
+        lists = [*self.lists, []]
+        self.told = guesses.Told(
+            tensor([text + [0] * (width - len(text)) for text in self.texts]),
+            tensor([len(text) for text in self.texts]),
+            tensor([rows + [-1] * (LISTED - len(rows)) for rows in lists]),
+            tensor([*ends, 0]),
+            tensor(self.lengths),
+        )
+        self.embed = torch.randn(versions, vocab, 24, device=DEVICE)
+        shape = (4, guesses.INFO, versions * self.count)
+        self.info = torch.zeros(shape, dtype=torch.int32, device=DEVICE)
+        self.given = tensor(self.slots, torch.int64)
+        self.entered = guesses.enter(
+            self.given, self.where, self.told, self.info, self.embed, self.num_rows
+        )
+        self.said = self.info[6 % 4].tolist()  # first row, rows, tokens, common past
+
+
 @pytest.mark.parametrize("versions", [1, 2])
-def test_kernels_find_choose_and_accept_as_python_does(versions: int) -> None:
-    from dora_rl.engine.cuda.kernels import guesses
-
-    draw, count, num_rows, width, prompt = random.Random(versions), 5, 16, 60, 4
-    num_slots, vocab = versions * count + 1, 5
-    texts = [[draw.randrange(vocab) for _ in range(draw.randint(6, 40))] for _ in range(num_slots)]
-    slots = draw.sample(range(num_slots), versions * count)
-    lists = [[slot, *draw.sample(range(num_slots), 3)] for slot in range(num_slots)]
-    lists[slots[2]] = []  # one has no text
-    room = {slot: draw.choice((0, 1, 3, 20)) for slot in slots}
-    padded = slots[:1] + [num_slots] + slots[2:]  # and one place is nobody's
-
-    def tensor(values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=DEVICE)
-
-    lengths = Guessing(Texts(1)).lengths()
-    where = guesses.Where(
-        tensor([text[-1] for text in texts] + [0], torch.int64),
-        tensor([len(text) - 1 for text in texts] + [0]),
-        tensor([prompt] * (num_slots + 1)),
-        tensor([6]),
-    )
-    ends = [len(text) - 1 + room.get(slot, 0) for slot, text in enumerate(texts)]
-    told = guesses.Told(
-        tensor([text + [0] * (width - len(text)) for text in texts]),
-        tensor([len(text) for text in texts]),
-        tensor([rows + [-1] * (LISTED - len(rows)) for rows in lists] + [[-1] * LISTED]),
-        tensor(ends + [0]),
-        tensor(lengths),
-    )
-    embed = torch.randn(versions, vocab, 24, device=DEVICE)
-    info = torch.zeros(4, guesses.INFO, versions * count, dtype=torch.int32, device=DEVICE)
-    given = tensor(padded, torch.int64)
-    entered = guesses.enter(given, where, told, info, embed, num_rows)
-    assert int(where.step) == 7
+def test_kernels_find_and_choose_as_python_does(versions: int) -> None:
+    bench = Bench(versions)
+    entered, num_rows = bench.entered, bench.num_rows
+    assert int(bench.where.step) == 7
     row_slots, tokens = entered.slots.tolist(), entered.tokens.tolist()
-    said = info[6 % 4].tolist()
     for version in range(versions):
         used = 0
-        for index in range(version * count, (version + 1) * count):
-            slot, begin, taken, past = padded[index], *(said[i][index] for i in (0, 1, 3))
-            if slot == num_slots or not room[slot]:
+        for index in range(version * bench.count, (version + 1) * bench.count):
+            slot, begin, taken, past = (
+                bench.slots[index],
+                *(bench.said[i][index] for i in (0, 1, 3)),
+            )
+            room = bench.room.get(slot, 0)
+            if not room:
                 assert taken == 0
                 continue
             used += taken
-            text = texts[slot]
+            text, listed = bench.texts[slot], bench.lists[slot]
             assert row_slots[begin : begin + taken] == [slot] * taken
             places = list(range(len(text) - 1, len(text) - 1 + taken))
             assert entered.positions[begin : begin + taken].tolist() == places
             assert tokens[begin] == text[-1]
-            longest, found = looked_for(texts, lists[slot], prompt) if lists[slot] else (0, [])
+            longest, found = looked_for(bench.texts, listed, bench.prompt) if listed else (0, [])
             assert past == longest
-            assert taken - 1 <= min(room[slot] - 1, len(found), lengths[CHOICES - 1][past])
+            most = min(room - 1, len(found), bench.lengths[CHOICES - 1][past])
+            assert taken - 1 <= most and (taken - 1 == most or used > num_rows - most)
             assert tokens[begin + 1 : begin + taken] == found[: taken - 1]
         rest = range(version * num_rows + used, (version + 1) * num_rows)
-        assert used <= num_rows and all(row_slots[row] == num_slots for row in rest)
+        assert used <= num_rows and all(row_slots[row] == bench.num_slots for row in rest)
         assert not any(tokens[row] for row in rest)
-    expected = embed[torch.arange(versions).repeat_interleave(num_rows), entered.tokens.cpu()]
+    expected = bench.embed[torch.arange(versions).repeat_interleave(num_rows), entered.tokens.cpu()]
     assert torch.equal(entered.x, expected)
-    assert sum(said[1]) > versions * count, "nothing was guessed"
-    # Half of the guesses are drawn.
-    drawn = torch.zeros(4, 2, versions * num_rows, dtype=torch.int32, device=DEVICE)
-    newest = [draw.randrange(vocab) for _ in tokens]
-    follows = [b if draw.random() < 0.7 else a for a, b in zip(newest, [*tokens[1:], 0], strict=True)]
+    assert sum(bench.said[1]) > versions * bench.count, "nothing was guessed"
+
+
+@pytest.mark.parametrize("versions", [1, 2])
+def test_kernels_accept_as_python_does(versions: int) -> None:
+    bench, draw = Bench(versions), random.Random(7)
+    tokens, where, told = bench.entered.tokens.tolist(), bench.where, bench.told
+    drawn = torch.zeros(4, 2, len(tokens), dtype=torch.int32, device=DEVICE)
+    pairs = zip(tokens, [*tokens[1:], 0], strict=True)
+    follows = [after if draw.random() < 0.7 else now for now, after in pairs]
     drawn[6 % 4, 0] = tensor(follows)
-    guesses.accept(given, where, told, info, entered.tokens, drawn)
-    for index, slot in enumerate(padded):
-        begin, taken, gained = (int(info[6 % 4, i, index]) for i in range(3))
+    guesses.accept(bench.given, where, told, bench.info, bench.entered.tokens, drawn)
+    for index, slot in enumerate(bench.slots):
+        begin, taken, gained = (int(bench.info[6 % 4, i, index]) for i in range(3))
         if not taken:
             assert gained == 0
             continue
@@ -226,10 +252,10 @@ def test_kernels_find_choose_and_accept_as_python_does(versions: int) -> None:
             right += 1
         assert gained == right + 1
         new = follows[begin : begin + gained]
-        text = texts[slot] + new
+        text = bench.texts[slot] + new
         assert int(where.position[slot]) == len(text) - 1
         assert int(where.last_token[slot]) == new[-1]
-        if lists[slot]:
+        if bench.lists[slot]:
             assert int(told.length[slot]) == len(text)
             assert told.text[slot, : len(text)].tolist() == text
 
@@ -358,9 +384,7 @@ def test_in_bfloat16_each_row_sees_those_before_it(group: int, block: int) -> No
     def request(number: int, forced: tuple[int, ...] = ()) -> Request:
         prompt = tuple((7 * number + 3 * i) % spec.vocab for i in range(20 + number))
         # Greedy text of random weights repeats itself: it is guessed right.
-        params = SamplingParams(
-            tokens_max=150, temperature=0.0, ignore_eos=True, forced_ids=forced
-        )
+        params = SamplingParams(tokens_max=150, temperature=0.0, ignore_eos=True, forced_ids=forced)
         return Request(RequestId(number, 0), 0, prompt, params)
 
     for index in range(40):

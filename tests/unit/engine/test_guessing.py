@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
@@ -132,8 +133,10 @@ def test_a_capture_is_no_time_of_a_step() -> None:
 def test_longer_pasts_have_more_guesses_and_what_fails_has_fewer() -> None:
     guessing = Guessing(Texts(1))
     before = guessing.lengths()
-    assert len(before) == CHOICES and all(len(row) == PAST_MAX + 1 == len(CHANCES) for row in before)
-    for row, following in zip(before, before[1:], strict=False):
+    assert len(before) == CHOICES and all(
+        len(row) == PAST_MAX + 1 == len(CHANCES) for row in before
+    )
+    for row, following in itertools.pairwise(before):
         assert all(a <= b for a, b in zip(row, following, strict=True))
         assert row[0] == 0 and row == sorted(row)
     assert before[0][1] == 0 and before[-1][PAST_MAX] == GUESSES_MAX

@@ -9,6 +9,7 @@ may be launched before that.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from dora_rl.engine.cuda.kernels import guesses
 from dora_rl.engine.cuda.slots import DeviceSlots
-from dora_rl.engine.guessing import GUESSES_MAX, PAST_MAX, Guessing
+from dora_rl.engine.guessing import GUESSES_MAX, PAST_MAX, STEPS, Guessing
 from dora_rl.engine.plan import Span, StepResult
 from dora_rl.engine.texts import LISTED, Text, Texts
 
@@ -40,8 +41,49 @@ class Flown:
     info: Tensor  # [step, guesses.INFO, request]
 
 
+class Moment:
+    """When the device comes to where this is made; without a GPU, when it is made."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._seconds = time.perf_counter()
+        if on_gpu:
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+
+    def until(self, other: Moment) -> float:
+        """Seconds, once the device has come to the other one."""
+        if self._event is None or other._event is None:
+            return other._seconds - self._seconds
+        return self._event.elapsed_time(other._event) / 1e3
+
+
+@dataclass(slots=True)
+class Timed:
+    """A launch that does nothing but decode: versions, requests of one at most, rows for guesses,
+    steps."""
+
+    most: tuple[int, int]
+    rows: int
+    steps: int
+    began: Moment
+    ended: Moment | None = None
+
+    def seconds(self) -> float:
+        """Of a step, once the device has done it."""
+        assert self.ended is not None
+        return self.began.until(self.ended) / self.steps
+
+
+def places_for(burst_max: int) -> int:
+    """Steps of the longest burst."""
+    return max(burst_max, STEPS)
+
+
 class Guesser:
     """The tensors, and what the host knows of them."""
+
+    guesses_max = GUESSES_MAX
 
     def __init__(self, slots: DeviceSlots, context: int, device: str) -> None:
         self._slots, self._context = slots, context
@@ -170,7 +212,9 @@ class Guesser:
         right = np.where(alive, gained - 1, 0).sum(0).tolist()
         results: list[StepResult] = []
         start = 0
-        for index, (span, count) in enumerate(zip(flown.spans, gained.sum(0).tolist(), strict=True)):
+        for index, (span, count) in enumerate(
+            zip(flown.spans, gained.sum(0).tolist(), strict=True)
+        ):
             part = slice(start, start + count)
             start += count
             guessed = (drafted[index], right[index])

@@ -18,7 +18,6 @@ Never reads a device value outside `collect`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,11 +29,10 @@ from torch import Tensor
 from dora_rl.engine.cuda.buckets import Bucket, Bursts, first_buckets
 from dora_rl.engine.cuda.decoder import CudaDecoder, Rows
 from dora_rl.engine.cuda.graphs import DecodeGraphs
-from dora_rl.engine.cuda.guesser import Flown, Guesser
+from dora_rl.engine.cuda.guesser import Flown, Guesser, Moment, Timed, places_for
 from dora_rl.engine.cuda.kernels.attention import attend_prefill
 from dora_rl.engine.cuda.kernels.rows import draw, enter
 from dora_rl.engine.cuda.slots import DeviceSlots
-from dora_rl.engine.guessing import GUESSES_MAX, STEPS
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.plan import Plan, Span, StepResult, most_of
 from dora_rl.engine.runner import Runner
@@ -47,24 +45,6 @@ from dora_rl.types import Version
 
 PREFILL_TILE = 64
 LOGIT_ROWS_MAX = 512  # rows of logits alive at once in a prefill pass
-
-
-@dataclass(slots=True)
-class Timed:
-    """A launch that does nothing but decode: versions, requests of one at most, rows for guesses,
-    steps; and when the device began and ended, as events, or as seconds where there is no GPU."""
-
-    most: tuple[int, int]
-    rows: int
-    steps: int
-    began: torch.cuda.Event | float
-    ended: torch.cuda.Event | float = 0.0
-
-    def seconds(self) -> float:
-        """Of a step, once the device has ended."""
-        if isinstance(self.began, float) or isinstance(self.ended, float):
-            return (float(self.ended) - float(self.began)) / self.steps  # pyright: ignore[reportArgumentType]
-        return self.began.elapsed_time(self.ended) / 1e3 / self.steps
 
 
 @dataclass(slots=True)
@@ -100,7 +80,7 @@ class CudaRunner(Runner):
             self.blocks_max,
             self.cache.scrap_block,
             options.device,
-            max(options.burst_max, STEPS) if guesses else options.burst_max,
+            places_for(options.burst_max) if guesses else options.burst_max,
         )
         self._load_stream = torch.cuda.Stream(options.device) if self.on_gpu else None
         graphs = options.cuda_graphs and self.on_gpu
@@ -149,7 +129,7 @@ class CudaRunner(Runner):
         flight = Flight()
         if self.guessing is not None and plan.is_decode():
             most = most_of((span.seq for span in plan.spans), together=self.lora)
-            flight.timed = Timed(most, plan.guess_rows, plan.repeat, self._now())
+            flight.timed = Timed(most, plan.guess_rows, plan.repeat, Moment(self.on_gpu))
         self.slots.update(plan.spans, slots if self.lora else None)
         if plan.guess_rows:
             self._guess(plan, slots, flight)
@@ -170,17 +150,9 @@ class CudaRunner(Runner):
                 self._decode(part, flight, plan.repeat)
         return self._launched(flight)
 
-    def _now(self) -> torch.cuda.Event | float:
-        """When the device comes here."""
-        if not self.on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     def _launched(self, flight: Flight) -> Flight:
         if flight.timed is not None:
-            flight.timed.ended = self._now()
+            flight.timed.ended = Moment(self.on_gpu)
         if self.on_gpu:
             flight.event = self._last = self.slots.finished()
         return flight
@@ -351,7 +323,7 @@ class CudaRunner(Runner):
         self._guesser.flew()
 
     def _guessing_pass(self, num_rows: int, bucket: Bucket, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """The drawing pass with `num_rows` rows of each version; see `guesses` for what it gives."""
+        """The drawing pass with `num_rows` rows of a version; see `guesses` for what it gives."""
         guesser, state = self._guesser, self.slots
         assert guesser is not None
         embed = self.weights.embed[bucket.first : bucket.first + bucket.num_versions]
@@ -367,7 +339,7 @@ class CudaRunner(Runner):
             state.table,
             adapters,
             bucket.blocks_max,
-            fresh=GUESSES_MAX,
+            fresh=guesser.guesses_max,
         )
         hidden = self.decoder.forward(rows, self.cache, None)
         drawn = self._draw(rows, hidden, advance=False)

@@ -6,10 +6,10 @@
     end      [slot] positions from here on have no place in the cache
 
 `look` finds in each listed text the place whose past is most like the request's newest tokens;
-`choose` takes the best of them, gives the rows of the pass to those guesses that are likeliest to be
-right, and writes slot, token and position of each row; `enter` fetches the embeddings. Behind the
-draw, `accept` compares: what was drawn counts as far as the guesses before it were drawn. Then the
-request has its new tokens and position, and the next pass needs nothing from the host.
+`choose` takes the best of them, gives the rows of the pass to those guesses that are likeliest to
+be right, and writes slot, token and position of each row; `enter` fetches the embeddings. Behind
+the draw, `accept` compares: what was drawn counts as far as the guesses before it were drawn. Then
+the request has its new tokens and position, and the next pass needs nothing from the host.
 
     request     a: p q           b: p             c (its end is reached)
     rows        a0 a1 a2 | b0 b1 | - - -          0: the newest token; then guesses; rest: dummies
@@ -83,6 +83,18 @@ def look_kernel(
 
 
 @jit
+def best_of(pointers, mask, LISTED: tl.constexpr, N: tl.constexpr):
+    """The greatest of `LISTED` values each, and where it is."""
+    best = tl.zeros([N], tl.int64)
+    found = tl.zeros([N], tl.int32)
+    for which in tl.static_range(LISTED):
+        value = tl.load(pointers + which, mask=mask, other=0)
+        found = tl.where(value > best, which, found)
+        best = tl.maximum(value, best)
+    return best, found
+
+
+@jit
 def choose_kernel(
     slots_ptr,
     position_ptr,
@@ -117,27 +129,21 @@ def choose_kernel(
     inside = i < num_requests
     slot = tl.load(slots_ptr + at, mask=inside, other=num_slots)
     position = tl.load(position_ptr + slot)
-    end = tl.load(end_ptr + slot)
-    alive = inside & (position < end)
-    best = tl.zeros([N], tl.int64)
-    found = tl.zeros([N], tl.int32)
-    for which in tl.static_range(LISTED):
-        value = tl.load(best_ptr + at.to(tl.int64) * LISTED + which, mask=alive, other=0)
-        found = tl.where(value > best, which, found)
-        best = tl.maximum(value, best)
+    left = tl.load(end_ptr + slot) - position  # positions
+    alive = inside & (left > 0)
+    best, found = best_of(best_ptr + at.to(tl.int64) * LISTED, alive, LISTED, N)
     past = (best >> 48).to(tl.int32)
-    follow = ((best >> 40) & 255).to(tl.int32)
     place = (best & 0x7FFFFFFF).to(tl.int32)
     text = tl.load(lists_ptr + slot * LISTED + found, mask=past > 0, other=0).to(tl.int64)
-    room = tl.where(past > 0, tl.minimum(follow, end - position - 1), 0)
+    room = tl.where(past > 0, tl.minimum(((best >> 40) & 255).to(tl.int32), left - 1), 0)
     count = tl.zeros([N], tl.int32)
-    left = num_rows - tl.sum(alive.to(tl.int32), 0)
+    spare = num_rows - tl.sum(alive.to(tl.int32), 0)
     for choice in tl.static_range(CHOICES):
         wanted = tl.minimum(tl.load(lengths_ptr + choice * (PAST + 1) + past), room)
         more = tl.maximum(wanted - count, 0)
-        more = tl.where(tl.cumsum(more, 0) <= left, more, 0)
+        more = tl.where(tl.cumsum(more, 0) <= spare, more, 0)
         count += more
-        left -= tl.sum(more, 0)
+        spare -= tl.sum(more, 0)
     taken = tl.where(alive, count + 1, 0)
     begin = version * num_rows + tl.cumsum(taken, 0) - taken
     for n in tl.static_range(GUESSES + 1):
@@ -150,9 +156,8 @@ def choose_kernel(
         tl.store(row_slot_ptr + begin + n, slot, mask=there)
         tl.store(row_position_ptr + begin + n, position + n, mask=there)
         tl.store(row_token_ptr + begin + n, token, mask=there)
-    unused = tl.sum(taken, 0) + tl.arange(0, R)
-    nobody = unused < num_rows
-    unused += version * num_rows
+    unused = version * num_rows + tl.sum(taken, 0) + tl.arange(0, R)
+    nobody = unused < (version + 1) * num_rows
     tl.store(row_slot_ptr + unused, tl.zeros([R], tl.int64) + num_slots, mask=nobody)
     tl.store(row_position_ptr + unused, tl.zeros([R], tl.int32), mask=nobody)
     tl.store(row_token_ptr + unused, tl.zeros([R], tl.int64), mask=nobody)
