@@ -121,9 +121,8 @@ def choose_kernel(
     N: tl.constexpr,
     R: tl.constexpr,
 ):
-    """One program per version: see the module docstring. It counts the passes."""
+    """One program per version: see the module docstring."""
     version = tl.program_id(0)
-    step = tl.load(step_ptr)
     i = tl.arange(0, N)
     at = version * num_requests + i
     inside = i < num_requests
@@ -162,7 +161,7 @@ def choose_kernel(
     tl.store(row_position_ptr + unused, tl.zeros([R], tl.int32), mask=nobody)
     tl.store(row_token_ptr + unused, tl.zeros([R], tl.int64), mask=nobody)
     width = tl.num_programs(0) * num_requests
-    info = info_ptr + (step % steps_max) * 4 * width + at
+    info = info_ptr + (tl.load(step_ptr) % steps_max) * 4 * width + at
     tl.store(info, begin, mask=inside)
     tl.store(info + width, taken, mask=inside)
     tl.store(info + 3 * width, past, mask=inside)
