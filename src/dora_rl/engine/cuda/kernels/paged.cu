@@ -82,7 +82,7 @@ paged(const u16* q, const u16* pool, const int* table, const long long* slots, c
   int numbered = begin, numbers = blocks[min(begin + lane, end - 1)];  // of 32 blocks
   // Tiles. That of the newest token is of the kernel before and may have tokens behind it.
   const int first = begin * (BLOCK / TILE), newest = position / TILE, last = min(end * (BLOCK / TILE), newest + 1);
-  const int old = max(position - FRESH, 0) / TILE;
+  const int old = FRESH ? max(position - FRESH, 0) / TILE : newest;
 
   const int copy_row = lane / PIECES, piece = lane % PIECES;
   u32 copy_at[8 / ROWS];
