@@ -147,7 +147,9 @@ class Guessing:
         best = 0
         for rows in ways:
             arm = book.arms.setdefault(rows, _Arm())
-            if arm.seen < 0 or self._step - arm.seen > 4 * USE_STEPS:
+            is_old = arm.seen < 0 or self._step - arm.seen > 4 * USE_STEPS
+            # The batch may change its size in the middle of a look.
+            if is_old or (arm.num_timed < 2 and not self._is_hopeless(book, rows)):
                 arm.seen = self._step
                 return Way(rows, LOOK_STEPS), LOOK_GUESSED
             if self._is_hopeless(book, rows):

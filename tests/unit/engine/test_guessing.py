@@ -122,6 +122,12 @@ def test_where_others_wait_bursts_are_short_and_must_gain_more() -> None:
     assert fixed.way(1, 600).rows == 0
 
 
+def test_a_batch_that_changes_its_size_all_the_time_is_looked_at_too() -> None:
+    guessing = Guessing(Texts(1))
+    num_guessed = sum(decode(guessing, count, 8, flat, good)[2] for count in (30, 40) * 300)
+    assert num_guessed > 4000
+
+
 def test_a_capture_is_no_time_of_a_step() -> None:
     guessing = Guessing(Texts(1))
     for seconds in (50.0, 1.0, 1.0, 40.0):
