@@ -27,7 +27,7 @@ from dora_rl.engine.cuda.kernels.overlap import overlap
 from dora_rl.engine.tensors.cache import KvCache
 from dora_rl.engine.tensors.weights import Layer, ModelWeights
 from dora_rl.model.rope import rope_tables
-from dora_rl.model.spec import ModelSpec
+from dora_rl.model.spec import ModelSpec, RopeSpec
 
 SCORED_ROWS_MAX = 32  # of a version; with more, a kernel that reads the logits again is faster
 
@@ -47,6 +47,7 @@ class Rows:
     blocks_max: int = 0  # of decode rows: blocks that none of their contexts exceeds
     wanted: Tensor | None = None  # of prefill rows: whose hidden states are asked for, else all
     own: bool = True  # our products, which are compiled for the number of rows, where they pay
+    fresh: int = 0  # rows before a row, at most, that are of its request
 
     def only_wanted(self) -> Rows:
         """The wanted rows alone, of one version."""
@@ -82,10 +83,10 @@ class CudaDecoder:
     def __init__(self, spec: ModelSpec, weights: ModelWeights, num_positions: int) -> None:
         self.spec, self.weights = spec, weights
         device = weights.embed.device
-        tables = {
-            rope: [table.to(device) for table in rope_tables(rope, spec.head_dim, num_positions)]
-            for rope in spec.all_ropes()
-        }
+        tables: dict[RopeSpec, tuple[Tensor, Tensor]] = {}
+        for rope in spec.all_ropes():
+            cos, sin = rope_tables(rope, spec.head_dim, num_positions)
+            tables[rope] = cos.to(device), sin.to(device)
         # A window as long as a context shows all of it.
         windows = (spec.window_of(i) for i in range(spec.num_layers))
         windows = (window if window < num_positions else 0 for window in windows)
@@ -142,10 +143,11 @@ class CudaDecoder:
             return attend_decode(q, pool, *where, splits, reach.scale, reach.window).flatten(1)
         if paged.fits(pool, spec.num_groups):
             q = self._rope_write(self._parts(h, layer, "qkv", rows), layer, reach, rows, pool)
-            how = (choose_splits(*shape, paged.WAVE), self._num_processors, reach.scale)
+            how = (choose_splits(*shape, paged.WAVE), self._num_processors, reach.scale, rows.fresh)
             return paged.attend(q, pool, *where, *how).view(len(h), -1)
         wide_heads = spec.head_dim > DIM_USUAL
-        if len(h) > fused.ROWS_MAX or spec.qk_norm_whole or wide_heads:
+        # Fused, a row would not see fresh ones before it.
+        if len(h) > fused.ROWS_MAX or spec.qk_norm_whole or wide_heads or rows.fresh:
             qkv = self._linear(h, layer, "qkv", rows)[None]
             q = self._rope_write(qkv, layer, reach, rows, pool)
             splits = choose_splits(*shape)

@@ -404,8 +404,9 @@ def draw(
     positions: Tensor,
     state: DeviceSlots,
     out: Tensor,
+    advance: bool = True,
 ) -> None:
-    """Draw one token per row at its slot's temperature, and advance the slots.
+    """Draw one token per row at its slot's temperature, and `advance` the slots.
 
     `out` [step, 2, row], int32: tokens, and log-probs as their bits.
     """
@@ -427,7 +428,7 @@ def draw(
         out.view(torch.float32),
         vocab,
         num_chunks,
-        state.num_slots,
+        state.num_slots if advance else 0,
         len(out),
         CHUNK=chunks.size,
         CHUNKS=triton.next_power_of_2(num_chunks),
