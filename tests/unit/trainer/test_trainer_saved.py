@@ -65,9 +65,7 @@ class _Flash(torch.autograd.Function):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
 
-def flash(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, window: int = 0
-) -> Tensor:
+def flash(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, window: int = 0) -> Tensor:
     return _Flash.apply(q, k, v)  # type: ignore[return-value]
 
 
