@@ -285,6 +285,18 @@ static void add_product(float *x, const float *from, int64_t ldf, int64_t rows, 
   }
 }
 
+/* gate = act(gate) * up: silu(g) = g * sigmoid(g), gelu(g) = g * sigmoid(2u), u that of its tanh. */
+INLINE void gate_row(const int GELU, float *gate, const float *up, int64_t inner) {
+  for (int64_t j = 0; j < inner; j += LANES) {
+    vec g = load(gate + j), zero = {0};
+    vec z = GELU ? 1.5957691216f * (g + 0.044715f * g * g * g) : g;
+    ivec positive = z > zero;
+    vec e = exp_of(choose(positive, -z, z));
+    vec sigmoid = choose(positive, zero + 1.0f, e) / (1.0f + e);
+    store(gate + j, g * sigmoid * load(up + j));
+  }
+}
+
 /* Norm, turn and scale the heads of one row; write its keys and values into its block. */
 static void place_row(const Model *m, const Step *s, const Layer *layer, int64_t index,
                       int64_t slot, int64_t row, float *qkv) {
@@ -481,15 +493,10 @@ void dora_forward(const Model *m, const Step *s) {
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
       for (int64_t t = 0; t < rows; t++) {
         float *gate = mid + t * 2 * inner, *up = gate + inner;
-        for (int64_t j = 0; j < inner; j += LANES) {
-          vec g = load(gate + j), zero = {0};
-          /* gelu(g) = g * sigmoid(2u), where tanh's argument is u. */
-          vec z = m->gelu ? 1.5957691216f * (g + 0.044715f * g * g * g) : g;
-          ivec positive = z > zero;
-          vec e = exp_of(choose(positive, -z, z));
-          vec sigmoid = choose(positive, zero + 1.0f, e) / (1.0f + e);
-          store(gate + j, g * sigmoid * load(up + j));
-        }
+        if (m->gelu)
+          gate_row(1, gate, up, inner);
+        else
+          gate_row(0, gate, up, inner);
       }
       add_product(here, mid, 2 * inner, rows, inner, layer->down + slot * D * inner,
                   layer->down_bias ? layer->down_bias + slot * D : 0,

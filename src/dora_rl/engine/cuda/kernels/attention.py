@@ -110,8 +110,7 @@ def decode_kernel(
         if first >= last:
             store_nothing(peak_ptr, sum_ptr, part, g < G, OVERLAP)
             return
-    d = tl.arange(0, D)
-    t = tl.arange(0, C)
+    d, t = tl.arange(0, D), tl.arange(0, C)
     q_index = (row * KV + head).to(tl.int64) * G * D + g[:, None] * D + d[None, :]
     ready(OVERLAP)
     q = tl.load(q_ptr + q_index, mask=g[:, None] < G, other=0.0)
