@@ -27,7 +27,7 @@ from dora_rl.engine.cuda.kernels.overlap import overlap
 from dora_rl.engine.tensors.cache import KvCache
 from dora_rl.engine.tensors.weights import Layer, ModelWeights
 from dora_rl.model.rope import rope_tables
-from dora_rl.model.spec import ModelSpec
+from dora_rl.model.spec import ModelSpec, RopeSpec
 
 SCORED_ROWS_MAX = 32  # of a version; with more, a kernel that reads the logits again is faster
 
@@ -82,10 +82,10 @@ class CudaDecoder:
     def __init__(self, spec: ModelSpec, weights: ModelWeights, num_positions: int) -> None:
         self.spec, self.weights = spec, weights
         device = weights.embed.device
-        tables = {
-            rope: [table.to(device) for table in rope_tables(rope, spec.head_dim, num_positions)]
-            for rope in spec.all_ropes()
-        }
+        tables: dict[RopeSpec, tuple[Tensor, Tensor]] = {}
+        for rope in spec.all_ropes():
+            cos, sin = rope_tables(rope, spec.head_dim, num_positions)
+            tables[rope] = cos.to(device), sin.to(device)
         # A window as long as a context shows all of it.
         windows = (spec.window_of(i) for i in range(spec.num_layers))
         windows = (window if window < num_positions else 0 for window in windows)
