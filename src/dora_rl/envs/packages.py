@@ -174,7 +174,7 @@ class TextArena(Packaged):
             load_object(name, Path("."), section="env", key="opponent") if name else None
         )
         self._seen = ""
-        with _ordered():
+        with _ONE_GAME:
             self._game = game(self.of, _frozen(options))
 
     @classmethod
@@ -221,7 +221,7 @@ class TextArena(Packaged):
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:
-        with _ordered():
+        with _ONE_GAME:
             outside = random.getstate()
             random.setstate(self._random)
             try:
@@ -231,14 +231,7 @@ class TextArena(Packaged):
                 random.setstate(outside)
 
 
-_LOCK = threading.RLock()
-
-
-@contextmanager
-def _ordered() -> Iterator[None]:
-    """One game at a time: what they share is not made for threads."""
-    with _LOCK:
-        yield
+_ONE_GAME = threading.RLock()  # at a time: what games share is not made for threads
 
 
 def game(name: str, options: str) -> Any:

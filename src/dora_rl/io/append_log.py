@@ -125,6 +125,13 @@ def write_whole(path: Path, parts: Iterable[Any]) -> None:
     os.close(folder)
 
 
+def replace_text(path: Path, text: str, *, errors: str = "strict") -> None:
+    """A reader sees the text that was there or this one, never a part. Not brought to the disk."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text, errors=errors)
+    temporary.replace(path)
+
+
 def _write(file: int, parts: Sequence[Any]) -> int:
     total = sum(map(len, parts))
     if total <= _JOIN_BYTES_MAX:

@@ -6,7 +6,6 @@ split them between rollout and training (`rollout_devices`).
 
 from __future__ import annotations
 
-import difflib
 import heapq
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -32,6 +31,7 @@ from dora_rl.sim.hardware import (
 )
 from dora_rl.sim.world import WorldSpec
 from dora_rl.types import Mode, RequestId, UserError
+from dora_rl.user_code import hint, require
 
 COLOCATED = (Mode.SYNC, Mode.PARTIAL, Mode.REPLICATION)
 BATCHED = (Mode.SYNC, Mode.ONE_STEP_OFF, Mode.REPLICATION)  # a whole batch starts at once
@@ -155,10 +155,7 @@ PRESETS = {
 
 
 def preset_named(name: str) -> Preset:
-    if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(PRESETS)}"
-        raise UserError(f"unknown preset {name!r}; {hint}")
+    require((name in PRESETS, f"unknown preset {name!r}{hint(name, PRESETS)}"))
     return PRESETS[name]
 
 

@@ -33,7 +33,6 @@ from dora_rl.workers.messages import (
     Evaluated,
     Message,
     Note,
-    Ready,
     Send,
 )
 from dora_rl.workers.worker import Role, Setup
@@ -56,9 +55,6 @@ class Evaluator(Role):
         self._store = DiskWeightStore(Path(setup.run_dir) / "weights")
         self._turns = EvalTurns(config, Path(".")) if config.env.environments else None
         self._said_s = time.monotonic()
-
-    def join(self) -> None:
-        self.send(Ready())
 
     def hear(self, message: Message) -> None:
         """Answers every `Evaluate`, with the responses of that version, greedy and sampled."""

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from dora_rl.io.append_log import replace_text
 from dora_rl.io.system_errors import is_memory
 from dora_rl.store.table import TableError
 from dora_rl.user_code import Listener, one_line, origin_of, trace_of
@@ -180,9 +181,7 @@ class UserErrors:
         if elsewhere := self.num - sum(place.count for place in self._places.values()):
             parts.append(f"==== {elsewhere} times elsewhere\n\n")
         before = RESUMED + self._before if self._before else ""
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(parts) + before, errors="replace")
-        temporary.replace(self.path)
+        replace_text(self.path, "".join(parts) + before, errors="replace")
 
     def close(self) -> None:
         if self.num:

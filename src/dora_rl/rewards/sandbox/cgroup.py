@@ -34,9 +34,7 @@ class Groups:
 
     def make(self, limits: Limits) -> Group:
         # The pid, because a fork of ours counts from the same number.
-        group = Group(self.root / f"run-{os.getpid()}-{next(self._numbers)}")
-        group.limit(limits)
-        return group
+        return Group(self.root / f"run-{os.getpid()}-{next(self._numbers)}", limits)
 
     def remove(self, group: Group) -> None:
         """Now, or later: what was killed is in the group until the kernel has buried it."""
@@ -50,13 +48,11 @@ class Groups:
 
 
 class Group:
-    """Of one run."""
+    """Of one run, with its limits."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, limits: Limits) -> None:
         self.path = path
         path.mkdir()
-
-    def limit(self, limits: Limits) -> None:
         wanted = {
             "memory.max": limits.memory_total_bytes_max,
             "memory.swap.max": 0,
@@ -65,7 +61,7 @@ class Group:
         }
         for name, value in wanted.items():
             with suppress(FileNotFoundError):  # no swap on this machine
-                (self.path / name).write_text(str(value))
+                (path / name).write_text(str(value))
 
     def take(self, pid: int) -> None:
         """The process, and everything it will start."""
