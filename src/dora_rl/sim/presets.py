@@ -75,15 +75,18 @@ class Preset:
 
     def validate(self) -> None:
         self.device.validate()
-        if self.num_devices < 2 * self.tensor_parallel:
-            raise UserError(
+        require(
+            (
+                self.num_devices >= 2 * self.tensor_parallel,
                 f"{self.name} needs at least {2 * self.tensor_parallel} GPUs "
-                f"(instances of {self.tensor_parallel}), not {self.num_devices}"
-            )
-        if self.max_staleness < 0:
-            raise UserError(f"max_staleness must be 0 or more, not {self.max_staleness}")
-        if self.num_steps <= self.warmup_steps:
-            raise UserError(f"num_steps must be more than the {self.warmup_steps} warm-up steps")
+                f"(instances of {self.tensor_parallel}), not {self.num_devices}",
+            ),
+            (self.max_staleness >= 0, f"max_staleness must be 0 or more, not {self.max_staleness}"),
+            (
+                self.num_steps > self.warmup_steps,
+                f"num_steps must be more than the {self.warmup_steps} warm-up steps",
+            ),
+        )
 
 
 # The paper does not name its serving engine: one of 2025, with CUDA graphs (`constants`).

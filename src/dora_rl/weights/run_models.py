@@ -24,6 +24,7 @@ from dora_rl.io.append_log import read_lines
 from dora_rl.io.system_errors import number_of
 from dora_rl.observe.eval_figures import Figures, best_evaluated
 from dora_rl.types import UserError, Version
+from dora_rl.user_code import require
 from dora_rl.weights.store import DiskWeightStore, SealedFile
 
 
@@ -78,10 +79,13 @@ def find_model(path: Path, step: str = "last") -> FoundModel:
     if not path.is_dir():
         raise UserError(f"{path} is neither a run nor a model directory")
     if not is_run(path):
-        if not (path / "config.json").is_file():
-            raise UserError(f"{path} has no config.json; give a run or a Hugging Face directory")
-        if step != "last":
-            raise UserError(f"--step {step}: {path} is a model directory; only a run has steps")
+        require(
+            (
+                (path / "config.json").is_file(),
+                f"{path} has no config.json; give a run or a Hugging Face directory",
+            ),
+            (step == "last", f"--step {step}: {path} is a model directory; only a run has steps"),
+        )
         return FoundModel(f"model {path}", 0, path)
     found = _in_run(path)
     newest = _newest(path, found) if step == "last" else max(found, default=None)
