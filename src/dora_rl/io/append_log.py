@@ -108,7 +108,7 @@ class AppendLog:
 
 def write_whole(path: Path, parts: Iterable[Any]) -> None:
     """A file beside `path`, on the disk, then renamed into its place."""
-    fresh = path.with_name(f"{path.name}.new")
+    fresh = path.with_name(f".{path.name}.new")  # hidden, should it be left behind
     file = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     try:
         for part in parts:
@@ -120,9 +120,16 @@ def write_whole(path: Path, parts: Iterable[Any]) -> None:
         raise
     finally:
         os.close(file)
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)
+    flush(path.parent)
+
+
+def flush(path: Path) -> None:
+    """A file, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def replace_text(path: Path, text: str, *, errors: str = "strict") -> None:

@@ -25,6 +25,12 @@ from dora_rl.io.system_errors import number_of
 from dora_rl.observe.eval_figures import Figures, best_evaluated
 from dora_rl.types import UserError, Version
 from dora_rl.user_code import require
+from dora_rl.weights.proof import (
+    checkpoint_problem,
+    committed_checksums,
+    newest_committed,
+    seals_whole_models,
+)
 from dora_rl.weights.store import DiskWeightStore, SealedFile
 
 
@@ -103,18 +109,13 @@ def find_model(path: Path, step: str = "last") -> FoundModel:
 
 def _proved(run: Path, found: FoundModel) -> FoundModel:
     """Refuse weights that are not whole, or not those of the version they stand for."""
-    from dora_rl.weights.proof import checkpoint_problem, committed_checksums, seals_whole_models
-
     committed = committed_checksums(run, [found.version]).get(found.version, "")
-    if found.sealed is None and not found.version:
-        problem = ""  # the model that the run began with; no step has made it
-    elif found.sealed is None:
+    problem = ""
+    if found.sealed is None and found.version:  # no step has made the model that a run begins with
         known = committed if seals_whole_models(run_config(run)) else ""
         problem = checkpoint_problem(found.directory, found.version - 1, known)
-    elif committed and found.sealed.checksum != committed:
+    elif found.sealed is not None and committed not in ("", found.sealed.checksum):
         problem = "its weights are not those that the log committed"
-    else:
-        problem = ""
     if problem:
         hint = f"see dora-rl audit --files {run}; choose another --step"
         raise UserError(f"{found.label} is not what the run made: {problem}; {hint}")
@@ -134,8 +135,6 @@ def newer_model(run: Path, than: Version) -> FoundModel | None:
 def _newest(run: Path, found: Collection[Version]) -> Version | None:
     """Of those found. What is sealed and not in the log yet is not the run's, unless a resume
     takes it."""
-    from dora_rl.weights.proof import newest_committed
-
     committed = newest_committed(run) if found else None
     return max((v for v in found if committed is None or v <= committed), default=None)
 

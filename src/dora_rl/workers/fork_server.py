@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import json
 import os
 import select
@@ -201,7 +202,8 @@ def main(number: int, *more: str) -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
     peer = socket.socket(fileno=number)
-    _import_all((*WARM, *WARM_GPU) if "gpu" in more else WARM)
+    for name in (*WARM, *WARM_GPU) if "gpu" in more else WARM:
+        importlib.import_module(name)
     os.environ.pop("OPENBLAS_NUM_THREADS", None)
     gc.collect()
     gc.freeze()
@@ -222,13 +224,6 @@ def main(number: int, *more: str) -> None:
             if not data:
                 return
             _fork(peer, json.loads(data), fds, inner)
-
-
-def _import_all(names: Sequence[str]) -> None:
-    import importlib
-
-    for name in names:
-        importlib.import_module(name)
 
 
 def _fork(peer: socket.socket, asked: dict[str, Any], fds: list[int], inner: list[int]) -> None:

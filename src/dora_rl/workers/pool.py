@@ -98,15 +98,12 @@ class Workers(Protocol):
 
     def restart(self, name: str) -> None:
         """Replace a worker; returns when the old one is gone, so the two never meet."""
-        ...
 
     def kill(self, name: str) -> None:
         """End a worker at once and wait until it is gone."""
-        ...
 
     def send(self, name: str, message: Message) -> None:
         """Never blocks. To a worker that is gone nothing is sent; its end is in the inbox."""
-        ...
 
     def next_said(self, wait_s: float) -> Envelope | None:
         """What a worker said, None if none did for so long."""
@@ -123,11 +120,9 @@ class Workers(Protocol):
     def log_tail(self, name: str) -> str: ...
     def end(self, grace_s: float) -> None:
         """Ask everybody to end, wait a while (all together), then end the rest."""
-        ...
 
     def kill_all(self) -> None:
         """The second signal: nobody is asked."""
-        ...
 
 
 class Launcher(Protocol):
@@ -162,7 +157,8 @@ class WorkerPool:
         self.num_refused = 0  # connections that did not prove themselves
         self.closing = False
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        threading.Thread(target=self._accept, daemon=True).start()
+        accept = (self._run_key, self._meet, self._refused)
+        threading.Thread(target=launcher.listener.accept_each, args=accept, daemon=True).start()
 
     def now(self) -> float:
         return time.monotonic()
@@ -241,9 +237,6 @@ class WorkerPool:
         worker = self.workers.get(name)
         if worker is not None and worker.channel is not None:
             worker.outbox.put(pack(message))
-
-    def _accept(self) -> None:
-        self._launcher.listener.accept_each(self._run_key, self._meet, self._refused)
 
     def _refused(self) -> None:
         self.num_refused += 1
