@@ -526,15 +526,23 @@ def _written(value: Any) -> str:
         return f"{kind.__name__}([{inner}])" if kind is frozenset or not value else f"{{{inner}}}"
     if kind is dict:
         return "{" + ", ".join(f"{_written(k)}: {_written(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, re.Pattern):
-        return f"__import__('re').compile({value.pattern!r}, {value.flags})"
-    if isinstance(value, logging.Logger):
-        return f"__import__('logging').getLogger({value.name!r})"
-    if isinstance(value, PurePath):
-        return f"__import__('pathlib').{kind.__name__}({str(value)!r})"
-    if isinstance(value, (np.bool_, np.integer, np.floating)):
-        return f"__import__('numpy').{kind.__name__}({str(value.item())!r})"
+    for kinds, module, call in _MADE_BY_CALLS:
+        if isinstance(value, kinds):
+            return f"__import__({module!r}).{call(value)}"
     raise _Unwritable
+
+
+# Kinds of values, and what makes them again: a module, and a call in it.
+_MADE_BY_CALLS: tuple[tuple[Any, str, Callable[[Any], str]], ...] = (
+    (re.Pattern, "re", lambda value: f"compile({value.pattern!r}, {value.flags})"),
+    (logging.Logger, "logging", lambda value: f"getLogger({value.name!r})"),
+    (PurePath, "pathlib", lambda value: f"{type(value).__name__}({str(value)!r})"),
+    (
+        (np.bool_, np.integer, np.floating),
+        "numpy",
+        lambda value: f"{type(value).__name__}({str(value.item())!r})",
+    ),
+)
 
 
 def _is_same(one: Any, other: Any) -> bool:

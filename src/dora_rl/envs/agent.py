@@ -352,6 +352,13 @@ def ended_already() -> ApiError:
     return ApiError(410, "the episode has ended", code="ended")
 
 
+def _refuse(*problems: tuple[object, str, str]) -> None:
+    """A request that has one of these: what it says, and in which field."""
+    for is_there, text, field in problems:
+        if is_there:
+            raise bad_request(text, field)
+
+
 class AgentEndpoint:
     """Implements `chat.service.Service` for the episodes of one event loop, and listens."""
 
@@ -397,10 +404,11 @@ class AgentEndpoint:
         return [{"id": MODEL, "object": "model", "created": 0, "owned_by": "dora-rl"}]
 
     async def chat(self, ask: Ask) -> Call:
-        if ask.num_samples != 1:
-            raise bad_request("an episode goes on with one reply: 'n' must be 1", "n")
-        if ask.params.logprobs_top_n:
-            raise bad_request("'top_logprobs' is not there while training", "top_logprobs")
+        top = ask.params.logprobs_top_n
+        _refuse(
+            (ask.num_samples != 1, "an episode goes on with one reply: 'n' must be 1", "n"),
+            (top, "'top_logprobs' is not there while training", "top_logprobs"),
+        )
         episode = self._get(ask.session_id or "")
         options = self._text.template_options | ask.template_options
         past = episode.past_of(ask.messages)
@@ -408,12 +416,12 @@ class AgentEndpoint:
         return episode.begin(Call(episode, ask.messages, turn))
 
     async def complete(self, ask: Ask) -> Call:
-        if ask.num_samples != 1 or len(ask.prompts) != 1:
-            raise bad_request("an episode goes on with one reply: give one prompt, 'n' = 1", "n")
-        if ask.params.logprobs_top_n:
-            raise bad_request("'logprobs' must be 0 while training", "logprobs")
-        if ask.echo:
-            raise bad_request("'echo' must be false while training", "echo")
+        one = ask.num_samples == len(ask.prompts) == 1
+        _refuse(
+            (not one, "an episode goes on with one reply: give one prompt, 'n' = 1", "n"),
+            (ask.params.logprobs_top_n, "'logprobs' must be 0 while training", "logprobs"),
+            (ask.echo, "'echo' must be false while training", "echo"),
+        )
         (prompt,) = ask.prompts
         episode = self._get(ask.session_id or "")
         return episode.begin(Call(episode, (), ChatTurn((), prompt, prompt, continued=False)))

@@ -244,9 +244,8 @@ def _parsed(line: bytes, name: str, damaged: Pass) -> dict[str, Any] | None:
 
 def shape_problem(error: Exception) -> str:
     """What is wrong with JSON that cannot be read, or is not of the shape that was written."""
-    if isinstance(error, KeyError):
-        return f"is damaged (it has no {error.args[0]})"
-    return f"is damaged ({error})"
+    what = f"it has no {error.args[0]}" if isinstance(error, KeyError) else str(error)
+    return f"is damaged ({what})"
 
 
 def cut_lines(path: Path, keep: Callable[[dict[str, Any]], bool], damaged: Pass = refuse) -> None:

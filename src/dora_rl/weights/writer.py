@@ -184,9 +184,8 @@ class Memory:
     def take(self) -> bool:
         """To be filled again. False where somebody still looks at it, or wrote to it meanwhile: a
         GPU would not know of memory that was given back and asked for anew."""
-        if self.handle < 0 or not lock_now(self.handle):
-            return False
-        return os.fstat(self.handle).st_mtime_ns == self._left
+        free = self.handle >= 0 and lock_now(self.handle)
+        return free and os.fstat(self.handle).st_mtime_ns == self._left
 
     def is_gone(self) -> bool:
         """Whether the file has no name any more."""

@@ -89,15 +89,11 @@ DISK_ERRORS = (OSError, TableError, WeightsError)  # what writing may raise; ask
 
 def is_full(error: BaseException | None) -> bool:
     """Whether this error, or the one that caused it, says that there was no room."""
+    # Libraries that write for us (safetensors) give the system's words without its number.
+    words = [f"{word} {number}" for word in ("os error", "code:") for number in FULL]
     while error is not None:
-        if isinstance(error, WeightsFull):
-            return True
-        if isinstance(error, OSError) and error.errno in FULL:
-            return True
-        # Libraries that write for us (safetensors) give the system's words without its number.
-        if any(
-            f"{word} {number}" in str(error) for word in ("os error", "code:") for number in FULL
-        ):
+        told = isinstance(error, OSError) and error.errno in FULL
+        if told or isinstance(error, WeightsFull) or any(word in str(error) for word in words):
             return True
         error = error.__cause__
     return False

@@ -159,13 +159,12 @@ def verdict(
 def _end(report: Mapping[str, Any], stderr: str, came_to_end: bool) -> End:
     if not report:
         return End.LOST
-    if report["signal"] == signal.SIGXCPU:
-        return End.CPU
-    if report["signal"]:
-        return End.SIGNAL
-    if report["exit"] is None:
-        return End.TIME
-    if report["exit"] == 0:
-        return End.OK if came_to_end else End.LEFT
     last = stderr.rstrip().rpartition("\n")[2]
-    return End.MEMORY if last.startswith("MemoryError") else End.FAILED
+    ends = (
+        (report["signal"] == signal.SIGXCPU, End.CPU),
+        (report["signal"], End.SIGNAL),
+        (report["exit"] is None, End.TIME),
+        (report["exit"] == 0, End.OK if came_to_end else End.LEFT),
+        (last.startswith("MemoryError"), End.MEMORY),
+    )
+    return next((end for is_so, end in ends if is_so), End.FAILED)
