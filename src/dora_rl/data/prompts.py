@@ -135,18 +135,16 @@ class PromptSource:
                 num, first = num + 1, first or where
         return Unanswered(num, num_looked, first)
 
-    def fingerprint(self) -> str:
-        """Changes when the stream does, so that a resumed run can notice other data.
-
-        Covers the configuration, the number of rows and three rows of each source.
-        """
-        return self._fingerprint()
-
     def began_with(self, fingerprint: str) -> bool:
         """Whether it is this stream's, also where the release that took it knew fewer keys."""
-        return fingerprint in (self._fingerprint(), self._fingerprint(LATER_KEYS))
+        return fingerprint in (self.fingerprint(), self.fingerprint(LATER_KEYS))
 
-    def _fingerprint(self, unless_set: Collection[str] = ()) -> str:
+    def fingerprint(self, unless_set: Collection[str] = ()) -> str:
+        """Changes when the stream does, so that a resumed run can notice other data.
+
+        Covers the configuration, the number of rows and three rows of each source; keys of a source
+        that are `unless_set` where they are set.
+        """
         parts: list[object] = [self._config.seed, self._config.shuffle]
         if self._pools:
             parts.append([self._config.curriculum, self._config.curriculum_column, self.num_pools])

@@ -224,9 +224,8 @@ def read_lines(path: Path, damaged: Pass = refuse) -> Iterator[dict[str, Any]]:
     if path.is_file():
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
-                found = None
-                if line.endswith(b"\n"):
-                    found = _parsed(line, f"{path} line {number}", damaged)
+                whole = line.endswith(b"\n")
+                found = _parsed(line, f"{path} line {number}", damaged) if whole else None
                 if found is not None:
                     yield found
 

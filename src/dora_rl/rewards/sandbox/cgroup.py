@@ -34,7 +34,9 @@ class Groups:
 
     def make(self, limits: Limits) -> Group:
         # The pid, because a fork of ours counts from the same number.
-        return Group(self.root / f"run-{os.getpid()}-{next(self._numbers)}", limits)
+        group = Group(self.root / f"run-{os.getpid()}-{next(self._numbers)}")
+        group.limit(limits)
+        return group
 
     def remove(self, group: Group) -> None:
         """Now, or later: what was killed is in the group until the kernel has buried it."""
@@ -48,11 +50,13 @@ class Groups:
 
 
 class Group:
-    """Of one run, with its limits."""
+    """Of one run."""
 
-    def __init__(self, path: Path, limits: Limits) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         path.mkdir()
+
+    def limit(self, limits: Limits) -> None:
         wanted = {
             "memory.max": limits.memory_total_bytes_max,
             "memory.swap.max": 0,
@@ -61,7 +65,7 @@ class Group:
         }
         for name, value in wanted.items():
             with suppress(FileNotFoundError):  # no swap on this machine
-                (path / name).write_text(str(value))
+                (self.path / name).write_text(str(value))
 
     def take(self, pid: int) -> None:
         """The process, and everything it will start."""
@@ -84,18 +88,15 @@ def find(membership: Path = Path("/proc/self/cgroup"), mounts: str = "") -> Grou
         if mount is None or inside is None:
             return None
         own = mount / inside.strip("/")
-        for parent in dict.fromkeys((own.parent if own != mount else own, own)):
-            if found := _try(parent):
-                return found
+        parents = dict.fromkeys((own.parent if own != mount else own, own))
+        return next(filter(None, map(_try, parents)), None)
     return None
 
 
 def _mount_point(mounts: str) -> Path | None:
-    for line in mounts.splitlines():
-        place, _, kind = line.partition(" - ")
-        if kind.startswith("cgroup2 "):
-            return Path(place.split()[4])
-    return None
+    parts = (line.partition(" - ") for line in mounts.splitlines())
+    places = (Path(place.split()[4]) for place, _, kind in parts if kind.startswith("cgroup2 "))
+    return next(places, None)
 
 
 def _try(parent: Path) -> Groups | None:
