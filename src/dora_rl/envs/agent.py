@@ -25,6 +25,7 @@ import secrets
 import socket
 import threading
 from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -57,39 +58,34 @@ class Agent(Environment):
     def __init__(self, agent: str) -> None:
         self._function = load_object(agent, Path("."), section="env", key=KEY)
         self._names = _accepted(self._function, agent)
-        self._endpoint: AgentEndpoint | None = None
-        self._episode: Episode | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._episode: Episode  # from `reset` on
+        self._at_close = ExitStack()
 
     async def reset(self, row: Row, seed: int) -> Observation:
         assert self.text is not None, "the host gives every environment the run's tokenizer"
-        self._endpoint = endpoint(self.text)
-        self._episode = self._endpoint.open(row.token_ids)
+        server = endpoint(self.text)
+        self._episode = server.open(row.token_ids)
+        self._at_close.callback(server.close, self._episode)
         known = {
-            "base_url": self._endpoint.url,
+            "base_url": server.url,
             "api_key": self._episode.key,
             "session_id": self._episode.id,
             "row": row,
             "seed": seed,
-            "variables": variables_of(self._endpoint.url, self._episode.key),
+            "variables": variables_of(server.url, self._episode.key),
         }
         self._run({name: known[name] for name in self._names})
         return await self._next()
 
     async def step(self, turn: Turn) -> Observation:
-        assert self._episode is not None
         await self._episode.answer(turn)
         return await self._next()
 
     def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-        if self._endpoint is not None and self._episode is not None:
-            self._endpoint.close(self._episode)
+        self._at_close.close()
 
     async def _next(self) -> Observation:
         """What the agent does next: another request, or its end."""
-        assert self._episode is not None
         episode = self._episode
         call = await episode.next_call()
         if call is not None:
@@ -103,7 +99,8 @@ class Agent(Environment):
 
     def _run(self, arguments: dict[str, Any]) -> None:
         if inspect.iscoroutinefunction(self._function):
-            self._task = asyncio.create_task(self._run_async(arguments))
+            task = asyncio.create_task(self._run_async(arguments))
+            self._at_close.callback(task.cancel)
         else:
             threading.Thread(
                 target=self._run_thread,
@@ -128,7 +125,6 @@ class Agent(Environment):
             loop.call_soon_threadsafe(self._ended, *ended)
 
     def _ended(self, value: object, error: BaseException | None) -> None:
-        assert self._episode is not None
         episode = self._episode
         if error is not None:
             episode.fail(f"the agent failed: {one_line(error)}", error)
@@ -426,12 +422,12 @@ class AgentEndpoint:
         episode = self._get(ask.session_id or "")
         return episode.begin(Call(episode, (), ChatTurn((), prompt, prompt, continued=False)))
 
+    # Of sessions, `owner` is not looked at: the key names one, so nobody can ask for another's.
+
     def open_session(self, session_id: str | None, owner: str) -> dict[str, Any]:
-        del owner  # the key names the session, so nobody can ask for another's
         raise bad_request(f"the key stands for the session already (not {session_id!r})")
 
     def read_session(self, session_id: str, owner: str) -> dict[str, Any]:
-        del owner
         pasts = self._get(session_id).pasts
         messages = pasts[-1].messages if pasts else []
         return {"id": session_id, "object": "session", "messages": messages}
@@ -440,7 +436,6 @@ class AgentEndpoint:
         self, session_id: str, owner: str, reward: float | None
     ) -> dict[str, Any]:
         """The reward of the episode, which ends when the agent does."""
-        del owner
         self._get(session_id).reward = reward
         return {"id": session_id, "object": "session", "reward": reward}
 

@@ -177,7 +177,7 @@ class MemoryLog:
         return False
 
     def snapshot(self, now: float, state: State) -> None:
-        del now, state
+        """Never due."""
 
 
 def read(folder: Path, chain: ChainCheck | None = None) -> Iterator[Entry | Snapshot]:

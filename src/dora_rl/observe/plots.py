@@ -256,8 +256,8 @@ def _versions_legend(axis: Any, versions: list[int]) -> None:
     if len(versions) <= num:
         labels = {v % num: f"v{v}" for v in versions}
     handles: list[Any] = [Patch(color=VERSIONS[c], label=text) for c, text in labels.items()]
-    handles.append(Patch(color=PALE, label="idle"))
-    handles.append(Line2D([], [], color=INK, lw=1, marker=">", markersize=3, label="migration"))
+    arrow = Line2D([], [], color=INK, lw=1, marker=">", markersize=3, label="migration")
+    handles += [Patch(color=PALE, label="idle"), arrow]
     place = {"loc": "lower right", "bbox_to_anchor": (1, 1.0)}
     axis.legend(handles=handles, ncols=len(handles), frameon=False, fontsize=7.5,
                 handlelength=1.0, columnspacing=0.9, borderaxespad=0.2, **place)  # fmt: skip

@@ -100,11 +100,10 @@ def find_model(path: Path, step: str = "last") -> FoundModel:
         raise UserError(f"{path}: its log ends before version {min(found)}; give --step of {there}")
     if newest is None:
         raise UserError(f"{path} has no checkpoint and no sealed weights yet")
-    if step == "last":
-        return _proved(path, found[newest]())
     if step == "best":
         return _proved(path, _best(path, found))
-    return _proved(path, found[_number(step, found)]())
+    version = newest if step == "last" else _number(step, found)
+    return _proved(path, found[version]())
 
 
 def _proved(run: Path, found: FoundModel) -> FoundModel:
@@ -230,9 +229,8 @@ def export_model(found: FoundModel, out: Path, shard_bytes_max: int = 4 << 30) -
         if sealed is not None:
             write_model(target, found.whole().tensors(), shard_bytes_max)
             return
-        files = {*tensor_files(found.directory).values()}
-        files |= {*found.directory.glob("*.index.json")}
-        for file in sorted(files):
+        indices = found.directory.glob("*.index.json")
+        for file in sorted({*tensor_files(found.directory).values(), *indices}):
             shutil.copy2(file, target / file.name)
 
     try:

@@ -148,13 +148,12 @@ class SharedMemoryWeightStore:
     ) -> str:
         """Write all tensors, seal, return the checksum. All or nothing. `make_way`: for others who
         need the disk, see `write_durable`."""
-        with self.new_directory(version) as directory:
+        with self.receiving(version) as directory:
             if self.durable:
                 parts = (directory, version, tensors, canary, base, self.threads)
                 manifest = write_durable(*parts, make_way)
             else:
                 manifest = self._copy(directory, version, tensors, canary, base)
-            self.seal(directory, version)
         return manifest.checksum
 
     def _copy(
@@ -178,7 +177,7 @@ class SharedMemoryWeightStore:
         """Publish a copy of a version that another store has, if it is what was published. It is
         sealed when `wait` has returned."""
         version = sealed.version
-        with self.new_directory(version) as directory:
+        with self.receiving(version) as directory:
             if self.durable:
                 copy_durable(sealed, directory, self.threads)
             else:
@@ -189,11 +188,10 @@ class SharedMemoryWeightStore:
                         f"version {version}: {sealed.path} changed after publication; not copied"
                     )
             wait()
-            self.seal(directory, version)
 
     @contextmanager
     def receiving(self, version: Version) -> Iterator[Path]:
-        """A directory to be filled with the two files of a version from elsewhere, then sealed."""
+        """A directory to be filled with the two files of a version, then sealed."""
         with self.new_directory(version) as directory:
             yield directory
             self.seal(directory, version)

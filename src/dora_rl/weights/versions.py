@@ -127,8 +127,7 @@ class Versions:
 
     def clear(self) -> None:
         """A new run: an interrupted one under the same name may have left its versions."""
-        for level in (self._sealed, self._on_disk):
-            level.forget_after(-1)
+        self.rewind(-1)
 
     def retire_all_but(self, pins: Collection[Version]) -> set[Version]:
         """Retire what is due: instances need it no more. On the disk it stays while it is pinned.

@@ -185,10 +185,9 @@ class LearnerWorker:
         while self.num_ranks == 1 and channel.poll(0.0):
             message = channel.receive()
             if isinstance(message, msg.End):
-                self.waiting.clear()
-            self.waiting.append(message)
-            if isinstance(message, msg.End):
+                self.waiting = deque([message])
                 return
+            self.waiting.append(message)
 
     def _tell_notes(self) -> None:
         """What the learner has to say to whoever watches, once."""

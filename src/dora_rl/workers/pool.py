@@ -147,7 +147,6 @@ class WorkerPool:
         self, config: RunConfig, run_dir: Path, launcher: Launcher, *, first_incarnation: int = 0
     ) -> None:
         self._config, self.key = config.model_dump(mode="json"), secrets.token_bytes(32)
-        self._run_key = key_of(config, self.key)
         self._run_dir, self._launcher = run_dir, launcher
         self._first_incarnation = first_incarnation
         self._lock = threading.Lock()
@@ -157,7 +156,7 @@ class WorkerPool:
         self.num_refused = 0  # connections that did not prove themselves
         self.closing = False
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        accept = (self._run_key, self._meet, self._refused)
+        accept = (key_of(config, self.key), self._meet, self._refused)
         threading.Thread(target=launcher.listener.accept_each, args=accept, daemon=True).start()
 
     def now(self) -> float:
@@ -226,12 +225,13 @@ class WorkerPool:
         return self._incarnations.get(envelope.name) == envelope.incarnation
 
     def overdue(self, limit_s: float) -> list[str]:
-        now, late = time.monotonic(), list[str]()
-        for worker in self.workers.values():
-            begun_s = self._launcher.begun_s(worker)
-            if not worker.joined and begun_s is not None and now - begun_s > limit_s:
-                late.append(worker.name)
-        return late
+        now = time.monotonic()
+        waited = ((worker, self._launcher.begun_s(worker)) for worker in self.workers.values())
+        return [
+            worker.name
+            for worker, begun_s in waited
+            if not worker.joined and begun_s is not None and now - begun_s > limit_s
+        ]
 
     def send(self, name: str, message: Message) -> None:
         worker = self.workers.get(name)
@@ -337,10 +337,8 @@ def socket_folder() -> tuple[Path, int]:
 
 
 def worker_environment() -> dict[str, str]:
-    environment = dict(os.environ)
-    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    environment.setdefault("TOKENIZERS_PARALLELISM", "false")
-    return environment
+    """Ours, and what the user has not set otherwise."""
+    return {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", **os.environ}
 
 
 def begin_server(config: RunConfig) -> ForkServer | None:

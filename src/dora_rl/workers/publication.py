@@ -64,7 +64,6 @@ class Publication:
         return writer
 
     def _write(self, shared: Level, disk: Level, version: Version) -> None:
-        del disk
         assert self._writer is not None
         self._writer.make_durable(shared.versions.root, Path(self._setup.run_dir), version)
 
