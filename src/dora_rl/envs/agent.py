@@ -25,7 +25,7 @@ import secrets
 import socket
 import threading
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -318,7 +318,7 @@ class Episode:
         assert self._asked is not None
         self._waiting.insert(0, self._asked)
         found: Call | None = None
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(ORDER_S_MAX):
                 while found is None:
                     same = (call for call in self._waiting if call.history == history)
@@ -328,8 +328,6 @@ class Episode:
                             break
                         self._changed.clear()
                         await self._changed.wait()
-        except TimeoutError:
-            pass
         # Where none is left its client has gone, and nobody reads the turn.
         found = found or next(iter(self._waiting), self._asked)
         self.drop(found)
