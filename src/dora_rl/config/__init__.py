@@ -552,6 +552,11 @@ class RunConfig(Section):
     runtime: RuntimeConfig = Field(default_factory=RuntimeConfig)
     resources: ResourcesConfig = Field(default_factory=ResourcesConfig)
 
+    def changed(self, section: str, **values: Any) -> RunConfig:
+        """With other values of some keys, which are not checked again."""
+        part = getattr(self, section).model_copy(update=values)
+        return self.model_copy(update={section: part})
+
     def engine_dtype(self, device: str) -> Literal["float32", "bfloat16"]:
         """What instances and evaluator on `device` compute in: as the learner, if nothing is said.
         They then differ by rounding alone, and a canary proves what it can."""
