@@ -15,6 +15,7 @@ from dora_rl.types import UserError
 
 ATTENTION_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj")
 LINEAR_LAYERS = (*ATTENTION_LAYERS, "gate_proj", "up_proj", "down_proj")  # may have an adapter
+HEAD = "lm_head"  # the output matrix, by whatever name its weights are saved
 PREFIX = "base_model.model."  # peft's, before a name of the checkpoint
 SCALE = "lora_scale"  # in a published adapter: alpha / rank, as a tensor of one number
 
