@@ -45,7 +45,7 @@ class ModelServer:
     ) -> None:
         self._options, self._model, self._say = options, model, say
         self._template = ChatTemplate(tokenizer, options.chat_template)
-        self._socket = _bind(options.host, options.port)
+        self._socket = bind(options.host, options.port)
         self.port = int(self._socket.getsockname()[1])
         self._bodies = Bodies(options.http)
         self._http: HttpServer | None = None
@@ -182,7 +182,7 @@ def serve_until_signal(server: ModelServer, ready: Callable[[EngineService], Non
     asyncio.run(main())
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dora_rl.tinker import wire
-from dora_rl.types import UserError
+from dora_rl.types import SamplingParams, UserError
 
 FLOAT32, INT64 = 1, 2
 NUMPY: dict[int, Any] = {FLOAT32: np.float32, INT64: np.int64}
@@ -25,7 +25,7 @@ ELEMENTS_MAX = 1 << 24  # of one tensor, sparse ones written out
 MASK_LOGPROB = -99999.0  # of a place that has no k-th best token
 STOP, LENGTH = 0, 1
 
-Array = NDArray[Any]
+Array: TypeAlias = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,17 +217,31 @@ def _record(name: str, arrays: Sequence[Array], width: tuple[int, ...]) -> bytes
     )
 
 
-Best = Sequence[Sequence[tuple[int, float]]]
+Best: TypeAlias = Sequence[Sequence[tuple[int, float]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request for samples. Of the prompt the log-probs of the `last` tokens are wanted, and
+    `top_prompt` best tokens of each place; `seed` None: another one each time."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    num_samples: int
+    seed: int | None
+    scores_prompt: bool
+    top_prompt: int
+    last: int
 
 
 @dataclass(slots=True)
 class Sample:
     """One response. `top`: the best tokens of each place, where they were asked for."""
 
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
-    stopped: bool
-    top: Best = ()
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    stopped: bool = False
+    top: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
 
 
 def write_samples(
