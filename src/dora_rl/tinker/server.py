@@ -25,7 +25,7 @@ from dora_rl.tinker.app import make_app
 from dora_rl.tinker.sampling import Sampling
 from dora_rl.tinker.service import Limits, TinkerService
 from dora_rl.tinker.states import BASE_VERSION, States
-from dora_rl.tinker.trainee import AdapterShape, Base, Trainee
+from dora_rl.tinker.trainee import Base, publish_base
 from dora_rl.tinker.views import Views
 from dora_rl.types import UserError
 from dora_rl.weights.lora_base import base_checksum
@@ -82,8 +82,7 @@ class TinkerServer:
         engine_options = options.engine
         base = Base(self._model, engine_options.device, engine_options.dtype)
         if BASE_VERSION not in states.store.versions():
-            bare = AdapterShape(1, train_mlp=False, train_attn=False, train_unembed=False)
-            Trainee(base, bare).publish(states.store, BASE_VERSION, states.base)
+            publish_base(base, states.store, BASE_VERSION, states.base)
         tokenizer = open_tokenizer(self._model, False)
         engine = Engine(read_spec(self._model), engine_options, tokenizer.decode)
         engine.load_base(self._model)

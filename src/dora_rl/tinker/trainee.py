@@ -105,7 +105,7 @@ class Adapted(nn.Module):
         super().__init__()
         self.inner = base.shared()
         self.compute_dtype = self.inner.compute_dtype
-        if options.lora_targets:
+        if shape.layers():
             add_lora(self.inner, options)
         self.lm_head = _head_adapter(self.inner.output(), options) if shape.train_unembed else None
 
@@ -225,8 +225,21 @@ class Trainee:
             self._optimizer.load_state_tensors(moments)
 
     def publish(self, store: WeightStore, version: Version, base: str) -> None:
-        """As a sealed version, with a canary."""
-        dtype = self.base.policy.compute_dtype
-        canary = compute_canary(self.policy, self.base.vocab, self.base.policy.positions_max)
-        tensors = published_adapter(self.policy, self.options, dtype, lambda tensor: tensor)
-        store.publish(version, tensors, canary, base)
+        """As a sealed version."""
+        _publish(self.policy, self.options, store, version, base)
+
+
+def publish_base(base: Base, store: WeightStore, version: Version, checksum: str) -> None:
+    """A version without an adapter."""
+    bare = AdapterShape(1, train_mlp=False, train_attn=False, train_unembed=False)
+    _publish(Adapted(base, bare, base.options), base.options, store, version, checksum)
+
+
+def _publish(
+    policy: Adapted, options: TrainerConfig, store: WeightStore, version: Version, base: str
+) -> None:
+    """With a canary, so that what samples is known to have what was trained."""
+    inner = policy.inner
+    canary = compute_canary(policy, inner.vocab, inner.positions_max)
+    tensors = published_adapter(policy, options, policy.compute_dtype, lambda tensor: tensor)
+    store.publish(version, tensors, canary, base)
