@@ -22,13 +22,13 @@ from dora_rl.commands.arguments import (
     write_json,
 )
 from dora_rl.commands.tinker import (
+    KEY_VARIABLE,
     TINKER_ARGUMENTS,
     api_keys,
     plain_checks,
     say,
     serve_tinker,
 )
-from dora_rl.serve import KEY_VARIABLE
 from dora_rl.types import UserError
 from dora_rl.user_code import listen, origin_of, require, trace_of
 

@@ -1,4 +1,4 @@
-"""`dora-rl serve --tinker`: what of `serve` is for clients of the tinker SDK, and what both share."""
+"""`dora-rl serve --tinker`: what is for clients of the tinker SDK, and what all servers share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TINKER_ARGUMENTS = (
         "--tinker",
         type=Path,
         metavar="DIR",
-        help="instead: training and sampling for clients of the tinker SDK; what they save is in DIR",
+        help="train and sample for clients of the tinker SDK instead; what they save is in DIR",
     ),
     argument("--clients-max", type=at_least(1), default=8, help="training clients (--tinker)"),
     argument("--rank-max", type=at_least(1), default=32, help="of an adapter (--tinker)"),

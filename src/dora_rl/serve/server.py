@@ -11,6 +11,7 @@ import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Protocol
 
 from dora_rl.chat.access import Access
 from dora_rl.chat.app import make_app
@@ -170,7 +171,14 @@ class ModelServer:
         self._say(f"version {found.version} is live{rest}")
 
 
-def serve_until_signal(server: ModelServer, ready: Callable[[EngineService], None]) -> None:
+class Runs(Protocol):
+    """A server; `ready` is called once it can be asked."""
+
+    async def run(self, ready: Callable[[Any], None]) -> None: ...
+    def stop(self) -> None: ...
+
+
+def serve_until_signal(server: Runs, ready: Callable[[Any], None]) -> None:
     """Run until SIGINT or SIGTERM."""
 
     async def main() -> None:

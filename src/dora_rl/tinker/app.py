@@ -63,9 +63,15 @@ def make_app(service: TinkerService, views: Views, access: Access, bodies: Bodie
     run = "training_runs/{one}/checkpoints/{two:path}"
     routes = [
         Route(f"{API}/healthz", front.health, methods=["GET"]),
-        *(Route(f"{API}/{path}", front.post(call), methods=["POST"]) for path, call in posts.items()),
+        *(
+            Route(f"{API}/{path}", front.post(call), methods=["POST"])
+            for path, call in posts.items()
+        ),
         Route(f"{API}/training_runs", front.runs(views), methods=["GET"]),
-        *(Route(f"{API}/{path}", front.named(call), methods=["GET"]) for path, call in gets.items()),
+        *(
+            Route(f"{API}/{path}", front.named(call), methods=["GET"])
+            for path, call in gets.items()
+        ),
         Route(f"{API}/{run}", front.named(views.delete), methods=["DELETE"]),
         Route(f"{API}/sessions/{{one}}/finish", front.named(service.finish), methods=["POST"]),
     ]

@@ -9,7 +9,7 @@ sum of those of its data, so a batch may come in any number of requests.
     ppo                   −Σ min(r·A, clip(r)·A)
     cispo                 −Σ sg(clip(r))·A·log p
     dro                   −Σ (A·log p − β/2·(log p − log q)²)
-    gspo                  as ppo, with the geometric mean of a sequence's ratios as each ratio's value
+    gspo                  as ppo; each r has the geometric mean of its sequence's as its value
 """
 
 from __future__ import annotations

@@ -51,8 +51,10 @@ LORA = Record(
     ("rank",),
 )
 CHUNK = Record(
-    (("type", OneOf(("encoded_text",), '"encoded_text": this model reads no images')),)
-    + (("tokens", IDS),),
+    (
+        ("type", OneOf(("encoded_text",), '"encoded_text": this model reads no images')),
+        ("tokens", IDS),
+    ),
     ("type", "tokens"),
 )
 PROMPT = Record((("chunks", ListOf(CHUNK, 1, 4096, "chunks")),), ("chunks",))
@@ -112,8 +114,14 @@ SAVE = Record(
     ("model_id", "seq_id"),
 )
 SAVE_SAMPLER = Record(
-    (*OF_MODEL, *TTL, ("path", NAME), ("sampling_session_seq_id", SEQ), ("user_metadata", METADATA))
-    + (("kind", OneOf(("snapshot", "inflight"), '"snapshot" or "inflight"')),),
+    (
+        *OF_MODEL,
+        *TTL,
+        ("path", NAME),
+        ("sampling_session_seq_id", SEQ),
+        ("user_metadata", METADATA),
+        ("kind", OneOf(("snapshot", "inflight"), '"snapshot" or "inflight"')),
+    ),
     ("model_id", "seq_id"),
 )
 LOAD = Record(

@@ -15,11 +15,16 @@ import secrets
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from dora_rl.chat.service import Piece
+from dora_rl.engine.engine import Engine
+from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Request
-from dora_rl.serve.engine_thread import EngineThread
+from dora_rl.model.directory import read_spec
+from dora_rl.serve.engine_thread import EngineThread, Pieces
+from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.tinker.book import Answer
 from dora_rl.tinker.messages import Asked, Best, Sample, write_samples
 from dora_rl.tinker.residents import Load, Residents
@@ -76,6 +81,24 @@ class Job:
             if asked.top_prompt:
                 top = [()] * unknown + self.prompt_top[unknown - 1 :]
         return Answer(write_samples(self.samples, asked.params.logprobs_top_n, prompt, top), True)
+
+
+def start_engine(model: Path, options: EngineOptions, num_threads: int) -> EngineThread:
+    """On the base in a model directory; what it gives comes to this event loop."""
+    loop = asyncio.get_running_loop()
+    engine = Engine(read_spec(model), options, open_tokenizer(model, False).decode)
+    engine.load_base(model)
+
+    def hand_out(pieces: Pieces) -> None:
+        for sink, piece in pieces:
+            sink(piece)
+
+    def deliver(pieces: Pieces) -> None:
+        loop.call_soon_threadsafe(hand_out, pieces)
+
+    thread = EngineThread(engine, deliver, num_threads)
+    thread.start()
+    return thread
 
 
 class Sampling:

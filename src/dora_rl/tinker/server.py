@@ -14,15 +14,12 @@ from pathlib import Path
 
 from dora_rl.chat.access import Access
 from dora_rl.chat.http import BACKLOG, Bodies, HttpLimits, HttpServer, http_server
-from dora_rl.engine.engine import Engine
 from dora_rl.engine.options import EngineOptions
 from dora_rl.io.connection import is_loopback
-from dora_rl.model.directory import read_spec
-from dora_rl.serve.engine_thread import EngineThread, Pieces
+from dora_rl.serve.engine_thread import EngineThread
 from dora_rl.serve.server import bind
-from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.tinker.app import make_app
-from dora_rl.tinker.sampling import Sampling
+from dora_rl.tinker.sampling import Sampling, start_engine
 from dora_rl.tinker.service import Limits, TinkerService
 from dora_rl.tinker.states import BASE_VERSION, States
 from dora_rl.tinker.trainee import Base, publish_base
@@ -78,20 +75,12 @@ class TinkerServer:
             await self._with(states, ready)
 
     async def _with(self, states: States, ready: Callable[[TinkerService], None]) -> None:
-        options, loop = self._options, asyncio.get_running_loop()
+        options = self._options
         engine_options = options.engine
         base = Base(self._model, engine_options.device, engine_options.dtype)
         if BASE_VERSION not in states.store.versions():
             publish_base(base, states.store, BASE_VERSION, states.base)
-        tokenizer = open_tokenizer(self._model, False)
-        engine = Engine(read_spec(self._model), engine_options, tokenizer.decode)
-        engine.load_base(self._model)
-
-        def deliver(pieces: Pieces) -> None:
-            loop.call_soon_threadsafe(_hand_out, pieces)
-
-        thread = EngineThread(engine, deliver, options.num_threads)
-        thread.start()
+        thread = start_engine(self._model, engine_options, options.num_threads)
         sampling = Sampling(thread, states.store, engine_options.seqs_max)
         service = TinkerService(base, states, sampling, options.limits, options.num_threads)
         try:
@@ -135,8 +124,3 @@ class TinkerServer:
                 self.stop()
                 return
             service.end_idle()
-
-
-def _hand_out(pieces: Pieces) -> None:
-    for sink, piece in pieces:
-        sink(piece)

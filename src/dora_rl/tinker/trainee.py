@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -74,7 +75,7 @@ class AdamStep:
 class Base:
     """The frozen weights of a model directory, in what they are computed in."""
 
-    def __init__(self, directory: Path, device: str, dtype: str) -> None:
+    def __init__(self, directory: Path, device: str, dtype: Literal["float32", "bfloat16"]) -> None:
         self.directory = directory
         self.options = TrainerConfig(
             device=device, compute_dtype=dtype, compile="off", lora_rank=1, lora_alpha=ALPHA
@@ -125,9 +126,7 @@ class Adapted(nn.Module):
             down = low_rank(states_TH, head.down(states_TH.dtype))
             states_TH = torch.cat((states_TH, down), dim=1)
             weight = output.weight_VH.to(states_TH.dtype)
-            output = output._replace(
-                weight_VH=torch.cat((weight, head.up(states_TH.dtype)), dim=1)
-            )
+            output = output._replace(weight_VH=torch.cat((weight, head.up(states_TH.dtype)), dim=1))
         return scores_of(states_TH, output, target_T, temperature, 0)
 
 

@@ -304,7 +304,7 @@ ROWS_MULTIPLE = 128  # of the rows under a base matrix, which the GPU's products
 
 @dataclass(frozen=True, slots=True)
 class LoraShape:
-    """`LoraShape(rank, slots)`: how many adapters of which size; `head`: of the output matrix too."""
+    """`LoraShape(rank, slots)`: their sizes and number; `head`: also of the output matrix."""
 
     rank: int
     num_slots: int
