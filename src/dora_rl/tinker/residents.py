@@ -46,8 +46,9 @@ class Residents:
         self._count += 1
         held = self._held.get(version)
         if held is not None:
-            if not held.ready or held.closing:
+            if not held.ready or (held.closing and held.uses):
                 return False
+            held.closing = False  # it is free, and nobody has taken its slot
             held.uses += 1
             held.used_at = self._count
             return True

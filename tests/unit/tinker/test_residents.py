@@ -1,4 +1,4 @@
-"""Which snapshots are in the engine: none is taken away under its users, and nobody waits for ever."""
+"""Which snapshots are in the engine: none goes under its users, and nobody waits for ever."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_any_mix_of_clients_is_served() -> None:
         draw = random.Random(seed)
         slots, versions = draw.randrange(1, 4), range(6)
         residents = Residents(slots)
-        waiting = Counter({version: 40 for version in versions})
+        waiting = Counter(dict.fromkeys(versions, 40))
         running: list[int] = []
         for _ in range(20_000):
             if not waiting and not running:
