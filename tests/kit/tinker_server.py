@@ -151,12 +151,12 @@ class RawModel:
         self.seq += 1
         return self.seq
 
-    def begin(self, path: str, **body: Any) -> str:
+    def begin(self, route: str, /, **body: Any) -> str:
         given = {"model_id": self.id, "seq_id": self.number()} | body
-        return self.raw.post(path, given)["request_id"]
+        return self.raw.post(route, given)["request_id"]
 
-    def do(self, path: str, **body: Any) -> dict[str, Any]:
-        return self.raw.fetch(self.begin(path, **body)).json()
+    def do(self, route: str, /, **body: Any) -> dict[str, Any]:
+        return self.raw.fetch(self.begin(route, **body)).json()
 
     def begin_pass(self, data: Sequence[bytes], loss: str, **how: Any) -> str:
         body = pass_body(self.id, self.number(), data, loss, **how)

@@ -139,11 +139,12 @@ class Sampling:
         return job
 
     def cancel(self, job: Job) -> None:
+        if job.ended:
+            return
         if job in self._jobs:
             self._end(job)
-        if not job.ended:
-            job.ended = True  # if it waits, it is dropped when its turn comes
-            job.settle(None, "the client gave this request up")
+        job.ended = True  # if it waits, it is dropped when its turn comes
+        job.settle(None, "the client gave this request up")
         self.pump()
 
     def forget(self, version: Version) -> None:

@@ -265,7 +265,7 @@ FLAGS = ("train_mlp", "train_attn", "train_unembed")
 def test_only_what_was_asked_for_is_trained(raw: Raw, served: Served, only: str) -> None:
     model = raw.model(**(dict.fromkeys(FLAGS, False) | {only: True}))
     before = model.run(sft_data()).loss
-    model.step(lr=1e-2)
+    model.step(lr=1e-3)
     assert model.run(sft_data()).loss < before
     trainee = served.service.training.models[model.id].trainee
     assert trainee is not None
