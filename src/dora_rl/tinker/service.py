@@ -85,7 +85,7 @@ class TinkerService:
         self.base, self.states, self.limits, self._now = base, states, limits, now
         self.book = Book(uuid.uuid4().hex[:12])
         self.sampling = sampling
-        self.training = Training(base, num_threads, self._settle, self._fail, now)
+        self.training = Training(base.options.device, num_threads, self._settle, self._fail, now)
         self._sessions: dict[str, Session] = {}
         self._samplers: dict[str, Sampler] = {}
         self._events: dict[str, asyncio.Event] = {}

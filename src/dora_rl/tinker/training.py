@@ -62,13 +62,13 @@ class Training:
 
     def __init__(
         self,
-        base: Base,
+        device: str,
         num_threads: int,
         settle: Settle,
         fail: Fail,
         now: Callable[[], float],
     ) -> None:
-        self.base, self._settle, self._fail, self._now = base, settle, fail, now
+        self._settle, self._fail, self._now = settle, fail, now
         self.models: dict[str, Model] = {}
         self._turns: Turns[Job] = Turns()
         self._wake = asyncio.Event()
@@ -76,8 +76,8 @@ class Training:
         def begin() -> None:
             if num_threads:
                 torch.set_num_threads(num_threads)
-            if base.policy.compute_dtype and base.options.device.startswith("cuda"):
-                torch.cuda.set_device(torch.device(base.options.device).index or 0)
+            if device.startswith("cuda"):
+                torch.cuda.set_device(torch.device(device).index or 0)
 
         self._thread = ThreadPoolExecutor(1, "dora-rl learner", initializer=begin)
 
