@@ -104,6 +104,7 @@ def _options(args: argparse.Namespace) -> TinkerOptions:
         context_max=args.context_max,
         versions_max=args.versions_max or VERSIONS_MAX,
         lora_rank=args.rank_max,
+        memory_share=0.5,  # of a GPU: the learner is in the same process
         lora_head=device == "cpu",
     )
     limits = Limits(

@@ -72,7 +72,7 @@ class States:
     def __init__(self, root: Path, base: str, now: Callable[[], float] = time.time) -> None:
         """`base` is the checksum of the weights that everything is on."""
         self.root, self.base, self._now = root, base, now
-        root.mkdir(parents=True, exist_ok=True)
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = open_own(root / ".lock")
         if not lock_now(self._lock, fcntl.LOCK_EX):
             os.close(self._lock)
@@ -83,7 +83,10 @@ class States:
         self._newest = max((BASE_VERSION, *self.store.versions()))
 
     def close(self) -> None:
-        os.close(self._lock)
+        """Another server may have the directory."""
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock = -1
 
     def _check_base(self) -> None:
         file = self.root / "base.json"

@@ -65,19 +65,19 @@ def test_supervised_learning(raw: Raw) -> None:
 def test_reinforcement_learning(raw: Raw) -> None:
     """Groups, rewards, importance sampling: the rewarded token takes over."""
     model, wanted, means = raw.model(), 9, []
-    for step in range(8):
+    for step in range(6):
         sampler, data, total = model.snapshot(step), list[bytes](), 0.0
-        for prompt in ([2, 3], [4, 5], [6, 7]):
+        for prompt in ([2, 3], [4, 5]):
             found = sampler.sample(prompt, 8, params={"seed": step, "stop": []})
             rewards = [ids.count(wanted) / len(ids) for ids in found.token_ids]
             mean = sum(rewards) / len(rewards)
-            total += mean / 3
+            total += mean / 2
             for ids, logprobs, reward in zip(found.token_ids, found.logprobs, rewards, strict=True):
                 data.append(policy_datum(prompt, ids, logprobs, reward - mean))
         means.append(total)
         model.run(data, "importance_sampling")
-        model.step(lr=1e-2)
-    assert means[0] < 0.3 and means[-1] > 0.7, means
+        model.step(lr=2e-2)
+    assert means[0] < 0.3 and means[-1] > 0.6, means
 
 
 def policy_datum(
@@ -95,7 +95,7 @@ def policy_datum(
 def work(client: Raw, seed: int, tokens: int) -> list[Any]:
     """A run whose every number is compared."""
     model, found = client.model(seed=seed, rank=4 + seed), list[Any]()
-    for step in range(3):
+    for step in range(2):
         found.append(model.run(sft_data([[tokens + i for i in range(5)]])))
         found.append(model.step())
         sampler = model.snapshot(step)
@@ -370,18 +370,18 @@ def test_limits_are_told_by_their_names(tmp_path: Path) -> None:
 
 
 def test_more_snapshots_than_slots_are_all_sampled(raw: Raw) -> None:
-    """Three slots, six snapshots: each gives its own answers, again and again."""
+    """Three slots, four snapshots: each gives its own answers, again and again."""
     model, samplers = raw.model(), []
-    for number in range(6):
+    for number in range(4):
         model.run(sft_data())
         model.step(lr=1e-2)
         samplers.append(model.snapshot(number))
     prompt = [2, 3, 4, 5]
     first = [sampler.score(prompt) for sampler in samplers]
     promises = [
-        (index, samplers[index].begin(prompt, prompt_logprobs=True)) for index in [*range(6)] * 3
+        (index, samplers[index].begin(prompt, prompt_logprobs=True)) for index in [*range(4)] * 2
     ]
-    assert len({tuple(one[1:]) for one in first}) == 6
+    assert len({tuple(one[1:]) for one in first}) == 4
     for index, name in promises:
         found = read_samples(raw.fetch(name).content).prompt
         assert found is not None and found[1:] == first[index][1:]
