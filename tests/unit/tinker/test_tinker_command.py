@@ -61,7 +61,9 @@ def test_it_says_where_it_is_and_ends_in_order(tmp_path: Path) -> None:
         assert "'tiny' for the tinker SDK: TINKER_BASE_URL=http://" in line, line
         assert key.startswith("tml-")
         url = line.strip().partition("=")[2].replace("0.0.0.0", "127.0.0.1")
-        assert Raw(url, key).model(train_unembed=False).step() == 0.0
+        client = Raw(url, key)
+        assert client.model(train_unembed=False).step() == 0.0
+        client.http.close()
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0 and "stopped" in process.stderr.read()
     finally:
