@@ -41,7 +41,9 @@ class Limits:
     rank_max: int = 32
     head: bool = True  # whether the output matrix may have an adapter
     open_max: int = 1024  # requests of one client that wait, or whose answer was not fetched
+    bytes_max: int = 256 << 20  # of all training requests that wait
     snapshots_max: int = 16  # without a name, of one training client
+    samplers_max: int = 1024  # of one session; older ones that are idle go
     sessions_max: int = 4096
     session_idle_s_max: float = 900.0
 
@@ -191,9 +193,16 @@ class TinkerService:
         self._settle(promise, json_answer(error=line, category="user" if mine else "server"))
 
     def _promised(
-        self, owner: str, scope: str, seq: int, body: bytes, is_past: bool = False
+        self,
+        owner: str,
+        scope: str,
+        seq: int,
+        body: bytes,
+        is_past: bool = False,
+        is_awaited: bool = False,
     ) -> tuple[Promise, bool]:
-        """The promise of a request, and whether it is a new one."""
+        """The promise of a request, and whether it is a new one. One that others of its client
+        wait for is taken even where there is no room: they may be what fills it."""
         try:
             known = self.book.known((scope, seq), body)
         except UserError as error:
@@ -202,7 +211,7 @@ class TinkerService:
             return known, False
         if is_past:
             raise bad_request(f"request {seq} of {scope} was answered, and its answer fetched")
-        if self.book.num_open(scope) >= self.limits.open_max:
+        if self.book.num_open(scope) >= self.limits.open_max and not is_awaited:
             raise ApiError(
                 429, f"{self.limits.open_max} requests of {scope} wait; fetch their answers first"
             )
@@ -289,7 +298,12 @@ class TinkerService:
                 return json_answer(type="load_weights", path=str(load[0]), model_id=model_id)
             return json_answer(type="create_model", model_id=model_id)
 
-        self.training.add(model, 0, Job(promise, run))
+        def otherwise() -> None:
+            if model_id in self.training.models:
+                self.training.close(model)
+            self.states.forget_model(model_id)
+
+        self.training.add(model, 0, Job(promise, run, otherwise=otherwise))
         return {"request_id": promise.id, "model_id": model_id}
 
     def info(self, owner: str, body: bytes) -> dict[str, Any]:
@@ -439,10 +453,14 @@ class TinkerService:
     ) -> dict[str, Any]:
         """A promise; what is wrong with the request is said through it, as others wait for it."""
         model = self._model(model_id, owner)
-        is_past = self.training.is_past(model, seq)
-        promise, is_new = self._promised(owner, model.id, seq, body, is_past)
+        training = self.training
+        is_past, is_awaited = training.is_past(model, seq), training.is_awaited(model, seq)
+        if not is_awaited and training.num_bytes + len(body) > self.limits.bytes_max:
+            raise ApiError(429, f"{self.limits.bytes_max} bytes of requests wait; come back later")
+        promise, is_new = self._promised(owner, model.id, seq, body, is_past, is_awaited)
         if is_new:
-            self.training.add(model, seq, Job(promise, lambda: run(model.there()), then))
+            job = Job(promise, lambda: run(model.there()), then, num_bytes=len(body))
+            training.add(model, seq, job)
         return {"request_id": promise.id, "model_id": model.id}
 
     # -- sampling clients ------------------------------------------------------------------------
@@ -521,6 +539,10 @@ class TinkerService:
         return sampler
 
     def _open_sampler(self, sampler: Sampler) -> None:
+        mine = [one for one in self._samplers.values() if one.session == sampler.session]
+        idle = [one for one in mine if not one.jobs]
+        if len(mine) >= self.limits.samplers_max and idle:
+            self._close_sampler(idle[0])
         self._samplers[sampler.id] = sampler
         self.sampling.open(sampler.id)
 

@@ -46,11 +46,14 @@ class Model:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """`run` is called in the thread, and `then` on the event loop where it succeeded."""
+    """`run` is called in the thread; on the event loop `then` where it succeeded, or `otherwise`.
+    `num_bytes` are held until then."""
 
     promise: Promise
     run: Callable[[], Answer]
     then: Callable[[], None] = lambda: None
+    otherwise: Callable[[], None] = lambda: None
+    num_bytes: int = 0
 
 
 Settle = Callable[[Promise, Answer], None]
@@ -70,6 +73,7 @@ class Training:
     ) -> None:
         self._settle, self._fail, self._now = settle, fail, now
         self.models: dict[str, Model] = {}
+        self.num_bytes = 0  # of requests that wait or run
         self._turns: Turns[Job] = Turns()
         self._wake = asyncio.Event()
 
@@ -89,6 +93,7 @@ class Training:
     def close(self, model: Model) -> None:
         del self.models[model.id]
         for job in self._turns.close(model.id):
+            self.num_bytes -= job.num_bytes
             self._fail(job.promise, "the session has ended", True)
 
     def num_waiting(self, model: Model) -> int:
@@ -97,8 +102,12 @@ class Training:
     def is_past(self, model: Model, seq: int) -> bool:
         return self._turns.is_past(model.id, seq)
 
+    def is_awaited(self, model: Model, seq: int) -> bool:
+        return self._turns.is_awaited(model.id, seq)
+
     def add(self, model: Model, seq: int, job: Job) -> None:
         self._turns.add(model.id, seq, job, self._now())
+        self.num_bytes += job.num_bytes
         self._wake.set()
 
     async def run(self) -> None:
@@ -111,7 +120,9 @@ class Training:
                 await self._wake.wait()
                 continue
             answer, error, mine = await loop.run_in_executor(self._thread, attempt, job.run)
+            self.num_bytes -= job.num_bytes
             if answer is None:
+                job.otherwise()
                 self._fail(job.promise, error, mine)
             else:
                 job.then()
@@ -122,6 +133,7 @@ class Training:
             line = f"request {seq} of {client} never came, so those after it were not run"
             for job in jobs:
                 assert isinstance(job, Job)
+                self.num_bytes -= job.num_bytes
                 self._fail(job.promise, line, True)
 
     def stop(self) -> None:

@@ -60,6 +60,11 @@ class Turns(Generic[T]):
         """Whether that number was taken, or given up, before."""
         return seq < self._lines[client].next_seq
 
+    def is_awaited(self, client: str, seq: int) -> bool:
+        """Whether others of the client wait, and wait for that number."""
+        line = self._lines[client]
+        return bool(line.waiting) and seq == line.next_seq and seq not in line.waiting
+
     def num_of(self, client: str) -> int:
         return len(self._lines[client].waiting)
 

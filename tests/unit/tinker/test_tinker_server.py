@@ -369,6 +369,44 @@ def test_limits_are_told_by_their_names(tmp_path: Path) -> None:
         assert raw.fetch(model.begin("optim_step", adam_params={}))
 
 
+def test_the_request_that_others_wait_for_is_taken_where_there_is_no_room(tmp_path: Path) -> None:
+    with limited(tmp_path, open_max=2, bytes_max=500) as served:
+        raw = served.client()
+        model = raw.model()
+        step = {"model_id": model.id, "adam_params": {}}
+        behind = [raw.post("optim_step", step | {"seq_id": seq}) for seq in (2, 3)]
+        for body in (step | {"seq_id": 4}, pass_body(model.id, 5, sft_data() * 9, "ppo")):
+            route = "forward_backward" if isinstance(body, bytes) else "optim_step"
+            assert refused(lambda r=route, b=body: raw.post(r, b)).status == 429
+        whole = raw.post(
+            "forward_backward", pass_body(model.id, 1, sft_data() * 9, "cross_entropy")
+        )
+        for made in (whole, *behind):
+            raw.fetch(made["request_id"])
+        assert served.service.training.num_bytes == 0
+
+
+def test_a_client_that_could_not_be_made_takes_no_place(tmp_path: Path) -> None:
+    with limited(tmp_path, clients_max=1) as served:
+        raw = served.client()
+        path = raw.model(0).do("save_weights", path="one")["path"]
+        raw.http.post(f"/api/v1/sessions/{raw.session}/finish", json={})
+        model, _, name = path.removeprefix("tinker://").partition("/")
+        (tmp_path / "models" / model / name / "adapter.safetensors").unlink()
+        raw.open()
+        assert "is missing" in refused(lambda: raw.loaded(0, path)).line
+        assert raw.model(1).step() == 0.0
+
+
+def test_of_many_sampling_clients_the_oldest_idle_one_goes(tmp_path: Path) -> None:
+    with limited(tmp_path, samplers_max=2) as served:
+        raw = served.client()
+        samplers = [raw.sampler(number) for number in range(3)]
+        assert refused(lambda: samplers[0].sample([2])).status == 404
+        assert samplers[1].sample([2]) and samplers[2].sample([2])
+
+
+@pytest.mark.full
 def test_more_snapshots_than_slots_are_all_sampled(raw: Raw) -> None:
     """Three slots, four snapshots: each gives its own answers, again and again."""
     model, samplers = raw.model(), []

@@ -118,3 +118,13 @@ def seen(turns: Turns[tuple[str, int]]) -> set[tuple[str, int]]:
 
     turns.take(look)
     return found
+
+
+def test_only_a_number_that_others_wait_for_is_awaited() -> None:
+    turns: Turns[str] = Turns()
+    turns.open("a")
+    assert not turns.is_awaited("a", 1)
+    turns.add("a", 2, "a2", 0.0)
+    assert turns.is_awaited("a", 1) and not turns.is_awaited("a", 3)
+    turns.add("a", 1, "a1", 0.0)
+    assert not turns.is_awaited("a", 1)
