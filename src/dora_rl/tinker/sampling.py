@@ -29,8 +29,8 @@ from dora_rl.tinker.book import Answer
 from dora_rl.tinker.messages import Asked, Best, Sample, write_samples
 from dora_rl.tinker.residents import Load, Residents
 from dora_rl.tinker.turns import Turns
-from dora_rl.types import Finish, RequestId, SamplingParams, UserError, Version
-from dora_rl.weights.store import DiskWeightStore, WeightsError
+from dora_rl.types import Finish, RequestId, SamplingParams, Version
+from dora_rl.weights.store import DiskWeightStore
 
 
 class Settle(Protocol):
@@ -184,7 +184,7 @@ class Sampling:
             sealed = await asyncio.to_thread(self._store.open, load.version)
             thread.tell(thread.load, load.version, sealed, done)
             await asyncio.wrap_future(done)
-        except (WeightsError, UserError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - told to whoever waits for it
             self._residents.failed(load.version)
             self._unusable[load.version] = f"this snapshot cannot be loaded: {error}"
         else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from dora_rl.tinker.trainee import Base, publish_base
 from dora_rl.tinker.views import Views
 from dora_rl.types import UserError
 from dora_rl.weights.lora_base import base_checksum
+from dora_rl.weights.store import WeightsError
 
 KEEP_S = 1.0  # between two looks at idle sessions
 
@@ -108,6 +110,8 @@ class TinkerServer:
             asyncio.create_task(service.training.run()),
             asyncio.create_task(self._keep(service, thread)),
         ]
+        for task in tasks:
+            task.add_done_callback(lambda task: self.stop())  # without it nobody would be answered
         self._socket.listen(BACKLOG)
         ready(service)
         try:
@@ -115,12 +119,22 @@ class TinkerServer:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+        for error in ended:
+            if isinstance(error, Exception):
+                raise error
 
     async def _keep(self, service: TinkerService, thread: EngineThread) -> None:
+        complaint = ""
         while True:
             await asyncio.sleep(KEEP_S)
             if thread.broken:
                 self.stop()
                 return
-            service.end_idle()
+            try:
+                service.end_idle()
+            except (UserError, WeightsError, OSError) as error:
+                line = " ".join(str(error).split())
+                if line != complaint:
+                    print(f"dora-rl serve: {line}", file=sys.stderr, flush=True)
+                complaint = line

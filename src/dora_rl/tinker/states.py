@@ -208,8 +208,8 @@ class States:
         """Remove what was saved for a limited time; returns what went."""
         gone: list[Place] = []
         for file in self.root.glob("models/*/model.json"):
-            model, owner = file.parent.name, _read(file)["owner"]
-            for place, entry in self.listed(model, owner):
+            model, owner = file.parent.name, _read(file).get("owner")
+            for place, entry in self.listed(model, owner) if owner is not None else ():
                 if (entry.get("expires") or self._now() + 1) <= self._now():
                     self.delete(place)
                     gone.append(place)

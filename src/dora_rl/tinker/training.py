@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,13 +120,15 @@ class Training:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
-            answer, error, mine = await loop.run_in_executor(self._thread, attempt, job.run)
+            found = await loop.run_in_executor(self._thread, attempt, job.run)
+            answer, error, mine = (
+                found if found[0] is None else attempt(partial(after, job, found[0]))
+            )
             self.num_bytes -= job.num_bytes
             if answer is None:
                 job.otherwise()
                 self._fail(job.promise, error, mine)
             else:
-                job.then()
                 self._settle(job.promise, answer)
 
     def give_up_gaps(self) -> None:
@@ -139,6 +142,11 @@ class Training:
     def stop(self) -> None:
         """When this returns nothing runs."""
         self._thread.shutdown(cancel_futures=True)
+
+
+def after(job: Job, answer: Answer) -> Answer:
+    job.then()
+    return answer
 
 
 def attempt(run: Callable[[], Answer]) -> tuple[Answer | None, str, bool]:

@@ -84,6 +84,27 @@ def test_a_request_that_fails_is_told_and_the_next_ones_run() -> None:
     assert order == ["a0: internal error (RuntimeError)", "a1"]
 
 
+def test_what_goes_wrong_behind_a_request_is_told_and_the_next_ones_run() -> None:
+    order: list[str] = []
+
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    async def main() -> None:
+        training = training_of(order)
+        model = model_of(training, "a")
+        promise = Promise("a0", "me", (model.id, 0), b"")
+        training.add(model, 0, Job(promise, lambda: Answer(b""), then=full))
+        add(training, model, 1)
+        task = asyncio.create_task(training.run())
+        await until(lambda: len(order) == 2)
+        task.cancel()
+        training.stop()
+
+    asyncio.run(main())
+    assert order[0].startswith("a0: cannot write: No space left") and order[1] == "a1"
+
+
 def test_requests_behind_one_that_never_comes_are_told() -> None:
     order: list[str] = []
     clock = [0.0]
