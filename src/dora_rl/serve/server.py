@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from dora_rl.chat.access import Access
 from dora_rl.chat.app import make_app
 from dora_rl.chat.conversation import ChatTemplate
-from dora_rl.chat.http import BACKLOG, Bodies, HttpServer, http_server
+from dora_rl.chat.http import BACKLOG, Bodies, HttpServer, http_server, tcp_socket
 from dora_rl.chat.requests import ApiError
 from dora_rl.engine.engine import Engine
 from dora_rl.io.connection import is_loopback
@@ -192,8 +192,7 @@ def serve_until_signal(server: Runs, ready: Callable[[Any], None]) -> None:
 
 def bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # By its protocol the event loop knows that small pieces are to go out at once.
-    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    sock = tcp_socket(family)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
