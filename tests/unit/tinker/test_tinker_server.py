@@ -406,7 +406,6 @@ def test_of_many_sampling_clients_the_oldest_idle_one_goes(tmp_path: Path) -> No
         assert samplers[1].sample([2]) and samplers[2].sample([2])
 
 
-@pytest.mark.full
 def test_more_snapshots_than_slots_are_all_sampled(raw: Raw) -> None:
     """Three slots, four snapshots: each gives its own answers, again and again."""
     model, samplers = raw.model(), []
