@@ -31,6 +31,7 @@ class EngineOptions(RolloutConfig):
     memory_share: float = 1.0  # of a GPU that others use too: for weights and KV cache
     versions_max: int = Field(default=3, ge=1)
     lora_rank: int = 0  # versions are adapters of this rank on one base; 0: whole weights
+    lora_head: bool = False  # adapters may have a part for the output matrix; on the CPU alone
     prefix_blocks_max: int = 0  # idle prompt blocks kept for reuse; 0 is an eighth of the pool
     tile_rows: int = 0
 
@@ -45,6 +46,10 @@ class EngineOptions(RolloutConfig):
                 self.step_tokens_max >= self.seqs_max,
                 f"rollout.step_tokens_max ({self.step_tokens_max}) is below seqs_max "
                 f"({self.seqs_max}); a step must hold one row for every request",
+            ),
+            (
+                not self.lora_head or (self.lora_rank and self.device == "cpu"),
+                "adapters of the output matrix run on a CPU alone",
             ),
         )
 

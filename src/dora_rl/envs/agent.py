@@ -22,7 +22,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import secrets
-import socket
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, suppress
@@ -365,9 +364,9 @@ class AgentEndpoint:
         self._num_opened = 0
         from dora_rl.chat.access import Access
         from dora_rl.chat.app import make_app
-        from dora_rl.chat.http import BACKLOG, Bodies, HttpLimits, http_server
+        from dora_rl.chat.http import BACKLOG, Bodies, HttpLimits, http_server, tcp_socket
 
-        sock = socket.socket()
+        sock = tcp_socket()
         sock.bind(("127.0.0.1", 0))
         sock.listen(BACKLOG)
         self.url = f"http://127.0.0.1:{sock.getsockname()[1]}/v1"

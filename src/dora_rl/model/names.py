@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from dora_rl.model.spec import ModelSpec
 from dora_rl.types import UserError
 
-LINEAR_LAYERS = (  # may have an adapter
-    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
-)  # fmt: skip
+ATTENTION_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj")
+LINEAR_LAYERS = (*ATTENTION_LAYERS, "gate_proj", "up_proj", "down_proj")  # may have an adapter
 FUSED_LAYERS = ("qkv_proj", "gate_up_proj")  # too, where a family has them in place of the others
+HEAD = "lm_head"  # the output matrix, by whatever name its weights are saved
 PREFIX = "base_model.model."  # peft's, before a name of the checkpoint
 SCALE = "lora_scale"  # in a published adapter: alpha / rank, as a tensor of one number
 

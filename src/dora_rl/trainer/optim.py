@@ -62,6 +62,13 @@ class Optimizer:
     def parameters(self) -> Iterable[nn.Parameter]:
         return self.named.values()
 
+    def retune(self, options: TrainerConfig) -> None:
+        """Other rates from the next update on; the moments stay."""
+        self.options, self.base_lr = options, options.lr
+        for group in self.adamw.param_groups:
+            decay = options.weight_decay if group["params"][0].dim() >= 2 else 0.0
+            group |= {"betas": options.betas, "eps": options.eps, "weight_decay": decay}
+
     def zero_grad(self) -> None:
         self.adamw.zero_grad(set_to_none=True)
 

@@ -145,12 +145,16 @@ class Decoder:
 
     def _logits(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Of gathered rows, themselves padded to tiles."""
-        wanted, lora = torch.from_numpy(batch.logit_rows), self.weights.adapters is not None
+        wanted, adapters = torch.from_numpy(batch.logit_rows), self.weights.adapters
         parts = [hidden.new_empty(0, self.spec.vocab)]
         for slot, start, stop in batch.logit_segments.tolist():
             if stop > start:
-                x, head = hidden[wanted[start:stop]], self.weights.lm_head[0 if lora else slot]
-                parts.append(self.linear(self._padded(x), head)[: stop - start])
+                x = self._padded(hidden[wanted[start:stop]])
+                y = self.linear(x, self.weights.lm_head[slot if adapters is None else 0])
+                if adapters is not None and adapters.head is not None:
+                    a, b = adapters.head
+                    y += self.linear(self.linear(x, a[slot]), b[slot])
+                parts.append(y[: stop - start])
         return torch.cat(parts).float()
 
     def _padded(self, x: Tensor) -> Tensor:
