@@ -299,7 +299,7 @@ class RolloutConfig(Section):
     responses to its prompt. A guess counts only where it is what the request draws, so responses
     are the same. `auto` does so where it measures that it pays, on a CPU in float32; on a GPU, in
     bfloat16 and with vLLM it means off. `on` always guesses on a CPU, for tests and measurements;
-    on a GPU it guesses where it measures that it pays."""
+    runs on a GPU refuse it as yet."""
     vllm_kv_moves: bool = False
     """Whether, with vLLM, a request that moves takes its KV cache along. If off, it is prefilled
     again."""

@@ -31,7 +31,7 @@ from dora_rl.setup.plan import memory_problems, with_memory
 from dora_rl.setup.token_ids import check_served
 from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.types import UserError
-from dora_rl.workers.engines import check_backend
+from dora_rl.workers.engines import check_backend, check_guesses
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,9 @@ def prepare(config: RunConfig) -> Prepared:
         reward.close()
     check_best_metric(config)
     check_backend(config)
-    layout = with_memory(config, plan_layout(config, choose_device(config.runtime.device)))
+    device = choose_device(config.runtime.device)
+    check_guesses(config, device)
+    layout = with_memory(config, plan_layout(config, device))
     check_learner_device(config, layout.device)
     engine = EngineOptions(**config.engine_options(layout.device, layout.resident_max))
     check_context(config, engine, len(train.prompt(0).token_ids))

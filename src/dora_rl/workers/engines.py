@@ -39,6 +39,18 @@ def resident_limit(config: RunConfig, wanted: int) -> int:
     return 1 if config.rollout.backend == "vllm" and not adapter_rank(config) else wanted
 
 
+def check_guesses(config: RunConfig, device: str) -> None:
+    """A run on a GPU whose instance guessed lost that instance, for a reason not yet known."""
+    on_gpu = device.startswith("cuda") and config.rollout.backend == "native"
+    require(
+        (
+            not on_gpu or config.rollout.speculation != "on",
+            'rollout.speculation = "on" is for runs on a CPU as yet: on a GPU the engine alone '
+            'guesses (Engine, benchmarks/speculation.py); set it to "auto"',
+        )
+    )
+
+
 def check_backend(config: RunConfig) -> None:
     """One line, before anything starts, where the backend cannot do what is asked."""
     rollout, each = config.rollout, config.resources.devices_per_instance

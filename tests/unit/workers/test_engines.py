@@ -15,7 +15,7 @@ from dora_rl.engine.vllm.process import VllmOptions, vllm_arguments
 from dora_rl.model.directory import read_spec
 from dora_rl.model.names import LINEAR_LAYERS
 from dora_rl.types import UserError
-from dora_rl.workers.engines import adapter_rank, check_backend, resident_limit
+from dora_rl.workers.engines import adapter_rank, check_backend, check_guesses, resident_limit
 from tests.kit.tiny_models import save_model
 
 
@@ -94,3 +94,11 @@ def test_kv_moves_come_from_one_device() -> None:
     assert told["kv_transfer_config"]["kv_role"] == "kv_both"
     assert not told["async_scheduling"], "nothing is computed while blocks are read"
     assert "kv_transfer_config" not in vllm_arguments(VllmOptions("model", ()), EngineOptions())
+
+
+def test_a_run_on_a_gpu_does_not_guess_as_yet() -> None:
+    asked = config(rollout={"speculation": "on"})
+    check_guesses(asked, "cpu")
+    check_guesses(config(), "cuda:0")
+    with pytest.raises(UserError, match="only the engine alone guesses"):
+        check_guesses(asked, "cuda:0")
