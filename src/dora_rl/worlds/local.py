@@ -10,6 +10,7 @@ from dora_rl.controller.loop import Control
 from dora_rl.controller.run import Run
 from dora_rl.controller.run_dir import RunFiles, RunLock
 from dora_rl.controller.world import Carrier, Notify, World
+from dora_rl.core import actions as act
 from dora_rl.setup.prepare import Prepared
 from dora_rl.store.samples import Samples
 from dora_rl.types import InstanceId
@@ -19,7 +20,10 @@ from dora_rl.workers.pool import LocalProcesses, WorkerPool, Workers
 
 
 class SameHost(Carrier):
-    """What lies in shared memory is everybody's: a version that is loaded or retired, too."""
+    """What lies in shared memory is everybody's: a version that is retired, too."""
+
+    def load(self, action: act.Load) -> None:
+        """A sealed version lies there already."""
 
     def exported(self, export: Exported, src: InstanceId) -> Exported:
         return export
