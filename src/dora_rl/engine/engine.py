@@ -34,6 +34,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from numpy.typing import NDArray
+
 from dora_rl.engine.journal import Journal
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.plan import Plan, StepResult
@@ -181,6 +183,14 @@ class Engine(RequestBook):
             self.speculation.close(seq.id)
         self.scheduler.remove(seq)
         self.runner.cache.drop_host(seq.id)
+
+    def _routing_of(self, seq: Sequence) -> NDArray[Any] | None:
+        """As its blocks have it; without any blocks, as it was. Whether the newest token is computed
+        yet depends on who runs beside it, so that one is left out."""
+        count = min(seq.num_computed, len(seq.tokens) - 1)
+        if self.runner.cache.routing is None or not (seq.blocks or seq.num_host_blocks):
+            return seq.routing
+        return self.runner.cache.read_routing(seq.id, seq.blocks)[:count].numpy()
 
     def _refusal(self, seq: Sequence, length: int) -> str:
         num_blocks = self.limits.num_blocks

@@ -9,7 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from dora_rl.histories import history_of
 from dora_rl.types import Branch, Segment
 
 
@@ -25,6 +30,9 @@ class Past:
     segments: tuple[Segment, ...]
     branches: tuple[Branch, ...]
     raw_logprobs: tuple[float, ...] = ()
+    # Which experts the tokens of the first prompt, and of the response without what it read to
+    # begin the branch, went to: the bytes of `Trajectory.expert_ids`. Empty: not recorded.
+    expert_ids: bytes = b""
 
 
 NO_PAST = Past((), (), (), (), (), ())
@@ -37,3 +45,27 @@ def joined_segments(past: Past, segments: Sequence[Segment]) -> list[Segment]:
         if found[-1].version != version:
             found.append(Segment(len(past.token_ids) + start, version))
     return found
+
+
+def whole_routing(
+    computed: NDArray[Any] | None, num_tokens: int, num_prompt: int, past: Past | None
+) -> NDArray[Any] | None:
+    """Of every token of prompt and response, `computed` being those of the branch that have been
+    so far. A token that several branches share has the experts of when it was computed first."""
+    if computed is None:
+        return None
+    none = np.iinfo(computed.dtype).max
+    own = np.full((num_tokens, *computed.shape[1:]), none, computed.dtype)
+    own[: len(computed)] = computed
+    if past is None:
+        return own
+    branch, first = past.branches[-1], len(past.prompt_ids)
+    before = np.full((first + branch.start, *own.shape[1:]), none, own.dtype)
+    if past.expert_ids:
+        before[:] = np.frombuffer(past.expert_ids, own.dtype).reshape(before.shape)
+    # What the newest token of a turn went to is known once a branch has followed it.
+    shared = num_prompt - (len(past.token_ids) - branch.start)
+    places = np.arange(len(before), dtype=np.int32)
+    rows = history_of(places[:first], places[first:], past.branches[:-1], branch.parent)[:shared]
+    before[rows] = np.where(before[rows] == none, own[:shared], before[rows])
+    return np.concatenate([before, own[shared:]])

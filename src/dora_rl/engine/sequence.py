@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from dora_rl.engine.past import NO_PAST, Past, joined_segments
+from dora_rl.engine.past import NO_PAST, Past, joined_segments, whole_routing
 from dora_rl.histories import ROOT, history_of
 from dora_rl.types import (
     Branch,
@@ -42,6 +42,8 @@ from dora_rl.types import (
 )
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from dora_rl.engine.journal import Journal
 
 Decode: TypeAlias = Callable[[Seq[int]], str]
@@ -148,6 +150,8 @@ class Sequence:
     turns: int = 1
     finish: Finish | None = None
     error: str = ""
+    # Of a mixture: which experts each token went to, as it was when the turn ended.
+    routing: NDArray[Any] | None = None
 
     @property
     def id(self) -> RequestId:
@@ -210,6 +214,7 @@ class Sequence:
             turns=self.turns,
             error=self.error,
             branches=before.branches,
+            expert_ids=whole_routing(self.routing, len(self.tokens), self.num_prompt, past),
         )
 
 
@@ -230,6 +235,7 @@ def branched(seq: Sequence, branch: Branch, new_ids: Seq[int], params: SamplingP
         raw_logprobs=(*so_far.raw_logprobs.tolist(), *map(float, none))
         if so_far.raw_logprobs is not None
         else (),
+        expert_ids=so_far.expert_ids.tobytes() if so_far.expert_ids is not None else b"",
     )
     return Request(
         id=seq.id,
@@ -381,6 +387,10 @@ class RequestBook(ABC):
     def drain(self) -> None:
         """Wait for what is in flight; its outputs come with the next step."""
 
+    def _routing_of(self, seq: Sequence) -> NDArray[Any] | None:
+        """Which experts its tokens went to, of those that are computed; None: not recorded."""
+        return None
+
     @abstractmethod
     def _enter(self, seq: Sequence) -> None:
         """A new request is here, and nothing of it runs yet."""
@@ -461,6 +471,7 @@ class RequestBook(ABC):
         """Next turn of a kept session from an earlier state of it: go back there, append given
         tokens, sample on. It is prefilled, but for the prompt blocks that the cache knows."""
         old = self.known(request, Status.IDLE)
+        old.routing = self._routing_of(old)
         seq = self.new_sequence(branched(old, branch, token_ids, params))
         if reason := self.refusal(seq, queued=True):
             self.forget(request)
@@ -566,7 +577,7 @@ class RequestBook(ABC):
         logprobs: tuple[float, ...] = (),
         top: tuple = (),
     ) -> None:
-        seq.finish = finish
+        seq.finish, seq.routing = finish, self._routing_of(seq)
         if seq.request.keep and finish in (Finish.STOP, Finish.LENGTH):
             self._rest(seq)
         else:

@@ -23,7 +23,7 @@ from dora_rl.store.trajectories import columns_of, rounded, trajectory_of
 from dora_rl.types import GroupId, Prompt, RequestId, StepIndex, Trajectory, Version
 from dora_rl.workers.messages import Fed, Stored, Trained, Where, ints
 
-PAYLOAD = ("token_ids", "logprobs", "loss_mask")
+PAYLOAD = ("token_ids", "logprobs", "loss_mask", "expert_ids")
 
 
 class Samples(Table):

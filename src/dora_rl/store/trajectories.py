@@ -114,13 +114,16 @@ def sample_digest(
     loss_mask: ArrayLike,
     branches: Sequence[Branch] = (),
     turn_rewards: Sequence[float] = (),
+    routing: str = "",
 ) -> str:
-    """16 hexadecimal digits over all of it."""
+    """16 hexadecimal digits over all of it; `routing` is the digest of its experts."""
     head: list[Any] = [list(request), [list(segment) for segment in segments]]
-    if branches:  # without them, and without rewards of turns, it is that of older releases
+    if branches:  # without them, rewards of turns and routing, it is that of older releases
         head.append([list(map(int, branch)) for branch in branches])
     if turn_rewards:
         head.append(list(map(float, turn_rewards)))
+    if routing:
+        head.append(routing)
     found = blake2b(repr(head).encode(), digest_size=8)
     found.update(np.asarray(token_ids, dtype="<i4").tobytes())
     # Not every float can be scaled and be a whole number: those are infinite, and never trained.
@@ -133,8 +136,17 @@ def sample_digest(
 def digest_of(sample: Trajectory) -> str:
     """Of a sample as it is."""
     payload = (sample.token_ids, sample.logprobs, sample.loss_mask)
-    more = (sample.branches, sample.turn_rewards)
+    more = (sample.branches, sample.turn_rewards, routing_digest(sample.expert_ids))
     return sample_digest(sample.request, sample.segments, *payload, *more)
+
+
+def routing_digest(expert_ids: NDArray[Any] | None) -> str:
+    """Of the experts of a sample; empty: none were recorded."""
+    if expert_ids is None:
+        return ""
+    found = blake2b(repr((expert_ids.dtype.str, expert_ids.shape)).encode(), digest_size=8)
+    found.update(np.ascontiguousarray(expert_ids).tobytes())
+    return found.hexdigest()
 
 
 def text_digest(text: str) -> str:
