@@ -528,6 +528,13 @@ class TrainerConfig(Section):
     """The directory of a teacher that the learner holds, frozen, for distillation; see
     algorithms.md. Its tokenizer is the model's. Without distill_coef its divergence is measured
     only."""
+    router_replay: Literal["auto", "on", "off"] = "auto"
+    """Of a mixture of experts: whether each token goes to the experts that it went to when it was
+    sampled, as the engine has recorded them; see models.md. `auto` does so with the native engine
+    on a CPU."""
+    router_aux_coef: float = Field(default=0.0, ge=0)
+    """Of a mixture of experts: the weight of the load-balancing loss of its routers, which is that
+    of transformers for each document. 0 means none."""
     seed: int = 0
     """The seed of new adapters."""
 

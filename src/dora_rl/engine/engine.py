@@ -185,8 +185,8 @@ class Engine(RequestBook):
         self.runner.cache.drop_host(seq.id)
 
     def _routing_of(self, seq: Sequence) -> NDArray[Any] | None:
-        """As its blocks have it; without any blocks, as it was. Whether the newest token is computed
-        yet depends on who runs beside it, so that one is left out."""
+        """As its blocks have it; without any, as it was. Not of the newest token: whether that is
+        computed yet depends on who runs beside it."""
         count = min(seq.num_computed, len(seq.tokens) - 1)
         if self.runner.cache.routing is None or not (seq.blocks or seq.num_host_blocks):
             return seq.routing

@@ -71,6 +71,8 @@ def build_decoder(
     decoder.inv_freq = inverse_frequencies(arch.rope, arch.head_dim)[0].to(device)
     decoder.checkpointing = checkpoints_layers(options)
     decoder.chunk_tokens = options.logits_chunk_tokens
+    decoder.replays = arch.moe is not None and options.router_replay != "off"
+    decoder.router_aux_coef = options.router_aux_coef
     if choose("trainer.compile", options.compile, ("auto", "on", "off")) != "off" and (
         options.compile == "on" or device.type == "cuda"
     ):
