@@ -567,6 +567,13 @@ class RunConfig(Section):
             return self.trainer.compute_dtype
         return "float32" if device == "cpu" else "bfloat16"
 
+    def records_routing(self, device: str) -> bool:
+        """Whether instances on `device` record which experts each token went to, where there are
+        any, for the learner to go there too."""
+        native = self.rollout.backend == "native" and self.trainer.implementation != "transformers"
+        auto = native and device == "cpu"
+        return {"auto": auto, "on": True, "off": False}[self.trainer.router_replay]
+
     def engine_options(self, device: str, versions_max: int) -> dict[str, Any]:
         """Arguments of `engine.options.EngineOptions` for one instance on `device`."""
         rollout = self.rollout
@@ -575,4 +582,5 @@ class RunConfig(Section):
             "dtype": self.engine_dtype(device),
             "step_tokens_max": max(rollout.step_tokens_max, rollout.seqs_max),
             "versions_max": rollout.versions_max or versions_max,
+            "record_routing": self.records_routing(device),
         }

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dora_rl.histories import history_of
-from dora_rl.types import Branch, Segment
+from dora_rl.histories import ROOT, history_of
+from dora_rl.types import Branch, Segment, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,22 @@ class Past:
 
 
 NO_PAST = Past((), (), (), (), (), ())
+
+
+def past_of(so_far: Trajectory, branch: Branch, new_ids: Sequence[int]) -> Past:
+    """Of a session that goes back to begin a branch."""
+    none, raw, routing = [0] * len(new_ids), so_far.raw_logprobs, so_far.expert_ids
+    assert branch.start == len(so_far.token_ids), "a branch begins where the response ends"
+    return Past(
+        prompt_ids=tuple(so_far.prompt_ids.tolist()),
+        token_ids=(*so_far.token_ids.tolist(), *new_ids),
+        logprobs=(*so_far.logprobs.tolist(), *map(float, none)),
+        loss_mask=(*so_far.loss_mask.tolist(), *none),
+        segments=so_far.segments,
+        branches=(*(so_far.branches or (ROOT,)), branch),
+        raw_logprobs=(*raw.tolist(), *map(float, none)) if raw is not None else (),
+        expert_ids=routing.tobytes() if routing is not None else b"",
+    )
 
 
 def joined_segments(past: Past, segments: Sequence[Segment]) -> list[Segment]:

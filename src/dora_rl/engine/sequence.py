@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from dora_rl.engine.past import NO_PAST, Past, joined_segments, whole_routing
-from dora_rl.histories import ROOT, history_of
+from dora_rl.engine.past import NO_PAST, Past, joined_segments, past_of, whole_routing
+from dora_rl.histories import history_of
 from dora_rl.types import (
     Branch,
     Finish,
@@ -220,23 +220,10 @@ class Sequence:
 
 def branched(seq: Sequence, branch: Branch, new_ids: Seq[int], params: SamplingParams) -> Request:
     """The request that goes on from an earlier state of an idle session."""
-    so_far, none = seq.trajectory(), [0] * len(new_ids)
+    so_far = seq.trajectory()
     prompt, ids = so_far.prompt_ids, so_far.token_ids
     shared = history_of(prompt, ids, so_far.branches, branch.parent)[: len(prompt) + branch.fork]
-    branches = (*(so_far.branches or (ROOT,)), branch)
-    assert branch.start == len(ids), "a branch begins where the response ends"
-    past = Past(
-        prompt_ids=tuple(prompt.tolist()),
-        token_ids=(*ids.tolist(), *new_ids),
-        logprobs=(*so_far.logprobs.tolist(), *map(float, none)),
-        loss_mask=(*so_far.loss_mask.tolist(), *none),
-        segments=so_far.segments,
-        branches=branches,
-        raw_logprobs=(*so_far.raw_logprobs.tolist(), *map(float, none))
-        if so_far.raw_logprobs is not None
-        else (),
-        expert_ids=so_far.expert_ids.tobytes() if so_far.expert_ids is not None else b"",
-    )
+    past = past_of(so_far, branch, new_ids)
     return Request(
         id=seq.id,
         version=seq.version,
@@ -246,7 +233,7 @@ def branched(seq: Sequence, branch: Branch, new_ids: Seq[int], params: SamplingP
         turns=seq.turns + 1,
         keep=True,
         # Positions count from the branch's beginning, so it draws from a stream of its own.
-        stream=RequestId(seq.id.group, seq.id.sample + ((len(branches) - 1) << BRANCH_BITS)),
+        stream=RequestId(seq.id.group, seq.id.sample + ((len(past.branches) - 1) << BRANCH_BITS)),
         past=past,
     )
 

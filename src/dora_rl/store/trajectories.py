@@ -13,6 +13,7 @@ each of those files gives the same digest.
 from __future__ import annotations
 
 import json
+from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from hashlib import blake2b
@@ -104,6 +105,7 @@ def from_message(
 
 
 DECIMALS = 4
+ROUTING_KINDS = ("|u1", "<i2")
 
 
 def sample_digest(
@@ -147,6 +149,31 @@ def routing_digest(expert_ids: NDArray[Any] | None) -> str:
     found = blake2b(repr((expert_ids.dtype.str, expert_ids.shape)).encode(), digest_size=8)
     found.update(np.ascontiguousarray(expert_ids).tobytes())
     return found.hexdigest()
+
+
+def routing_to_json(sample: Trajectory) -> list[Any]:
+    """As rollouts.jsonl has it: the digest, and of the first sample of a group the experts
+    themselves, which need many times the room of the tokens. Empty: none were recorded."""
+    found = sample.expert_ids
+    if found is None:
+        return []
+    kept = b64encode(found.tobytes()).decode() if not sample.request.sample else ""
+    return [routing_digest(found), found.dtype.str, list(found.shape), kept]
+
+
+def routing_from_json(plain: Sequence[Any]) -> tuple[str, NDArray[Any] | None]:
+    """The digest, and the experts if they are there, which must have it."""
+    if not plain:
+        return "", None
+    digest, kind, shape, kept = plain
+    if not kept:
+        return str(digest), None
+    if kind not in ROUTING_KINDS:
+        raise ValueError(f"experts are not recorded as {kind!r}")
+    found = np.frombuffer(b64decode(kept, validate=True), kind).reshape(shape)
+    if routing_digest(found) != digest:
+        raise ValueError("its experts are not those of their digest")
+    return digest, found
 
 
 def text_digest(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -11,7 +12,12 @@ import numpy as np
 import pytest
 
 from dora_rl.store.samples import Samples
-from dora_rl.store.trajectories import digest_of
+from dora_rl.store.trajectories import (
+    digest_of,
+    routing_digest,
+    routing_from_json,
+    routing_to_json,
+)
 from dora_rl.types import ARRAYS, Branch, Finish, Group, RequestId, Segment, Trajectory
 from dora_rl.workers.messages import Rows, pack, unpack
 
@@ -105,6 +111,25 @@ def test_the_digest_covers_the_routing_where_there_is_one() -> None:
     shifted = replace(PLAIN, expert_ids=np.roll(chosen, 1, 0))
     wider = replace(PLAIN, expert_ids=chosen.astype(np.int16))
     assert len({plain, *map(digest_of, (routed, shifted, wider))}) == 4
+
+
+def test_routing_in_json_has_its_digest_and_of_the_first_sample_all_of_it() -> None:
+    chosen = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
+    first, second = (replace(sample, expert_ids=chosen) for sample in (PLAIN, FULL))
+    digest, found = routing_from_json(json.loads(json.dumps(routing_to_json(first))))
+    assert digest == routing_digest(chosen) and np.array_equal(found, chosen)  # type: ignore[arg-type]
+    assert routing_from_json(routing_to_json(second)) == (digest, None)
+    assert routing_from_json(routing_to_json(PLAIN)) == ("", None)
+    digest, kind, shape, kept = routing_to_json(first)
+    for damaged in (
+        [digest, kind, shape, kept[:-4] + "AAAA"],
+        [digest, kind, [2, 3, 2], kept],
+        [digest, "|i1", shape, kept],
+        [digest, kind, [3, 2], kept],
+        [digest, kind, shape, "é"],
+    ):
+        with pytest.raises(ValueError):
+            routing_from_json(damaged)
 
 
 def test_routing_that_differs_is_another_sample_to_the_store(tmp_path: Path) -> None:
