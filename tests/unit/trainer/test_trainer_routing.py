@@ -29,7 +29,7 @@ from dora_rl.trainer.scoring import score
 from dora_rl.types import Group, RequestId, SamplingParams, Trajectory
 from tests.kit.engines import random_prompts
 from tests.kit.tiny_models import save_model
-from tests.kit.trainer_cases import forked, make_groups, write_tiny_model
+from tests.kit.trainer_cases import forked, make_groups, routed, write_tiny_model
 from tests.kit.trainer_store import MemoryStore
 
 NONE = 255
@@ -151,22 +151,6 @@ def _with_experts(group: Group, change: Any) -> Group:
     return replace(group, samples=samples)
 
 
-def _routed(group: Group, seed: int, moe: MoeSpec) -> Group:
-    """Its samples with choices that no router made; those of the newest token are not known."""
-    rng = np.random.default_rng(seed)
-
-    def chosen(sample: Trajectory) -> np.ndarray:
-        count = len(group.prompt_ids) + len(sample.token_ids)
-        shape = (count, len(moe.sparse_layers))
-        every = np.broadcast_to(np.arange(moe.num_experts), (*shape, moe.num_experts))
-        ids = rng.permuted(every, axis=-1)
-        found = ids[..., : moe.top_k].astype(np.uint8)
-        found[-1] = NONE
-        return found
-
-    return replace(group, samples=tuple(replace(s, expert_ids=chosen(s)) for s in group.samples))
-
-
 @pytest.mark.parametrize("normalise", [True, False])
 def test_values_and_gradients_are_those_of_the_given_experts(normalise: bool) -> None:
     """One token and one expert at a time, with shares that this router gives them."""
@@ -227,7 +211,7 @@ def test_layers_that_are_computed_again_and_other_packs_give_the_same_gradient(
     path = write_tiny_model(tmp_path, "qwen3_moe")
     moe = read_spec(path).moe
     assert moe is not None
-    groups = [_routed(forked(g), g.id, moe) for g in make_groups(3, 3)]
+    groups = [routed(forked(g), g.id, moe) for g in make_groups(3, 3)]
     how = {"router_aux_coef": 0.5}
     kept, figures = gradient(path, groups, **how)
     again, same = gradient(path, groups, activation_checkpointing="layer", **how)
@@ -250,9 +234,9 @@ def test_documents_without_a_record_go_their_own_way_beside_others(tmp_path: Pat
     moe = policy.arch.moe
     assert moe is not None
     plain = make_groups(3, 2, samples=1)
-    mixed = [_routed(plain[0], 0, moe), plain[1]]
+    mixed = [routed(plain[0], 0, moe), plain[1]]
     # A record of other tokens, such as of another prompt, is none.
-    foreign = [_with_experts(_routed(plain[0], 0, moe), lambda ids: ids[1:]), plain[1]]
+    foreign = [_with_experts(routed(plain[0], 0, moe), lambda ids: ids[1:]), plain[1]]
     own, some, none = (score(policy, documents(g), 1.0, 4096) for g in (plain, mixed, foreign))
     assert torch.equal(own[1], some[1]) and not torch.equal(own[0], some[0])
     assert all(torch.equal(a, b) for a, b in zip(own, none, strict=True))
@@ -262,7 +246,7 @@ def test_sealed_versions_replay_and_the_reference_does_not(tmp_path: Path) -> No
     path = write_tiny_model(tmp_path, "qwen3_moe")
     moe = read_spec(path).moe
     assert moe is not None
-    groups = [_routed(g, g.id, moe) for g in make_groups(3, 4)]
+    groups = [routed(g, g.id, moe) for g in make_groups(3, 4)]
     store = MemoryStore()
     algorithm = AlgorithmConfig(kl_coef=0.1, old_logprobs="behaviour", skip_zero_advantage=False)
     options = TrainerConfig(device="cpu", lr=0.0, teacher_model=str(path))
