@@ -19,7 +19,7 @@ Never reads a device value outside `collect`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -202,12 +202,17 @@ class CudaRunner(Runner):
             self.slots.adapter[owners] if self.lora else None,
             wanted=self.slots.upload(_filled_up(logit_rows), torch.int64),
         )
+        wanted, recorded = rows.wanted, self.cache.routing is not None
+        if recorded:  # of all rows, in all layers
+            rows = replace(rows, wanted=None)
         tiles = self._tiles(pieces)
         hidden = self.decoder.forward(
             rows,
             self.cache,
             lambda q, pool: attend_prefill(q, pool, self.slots.table, tiles, PREFILL_TILE),
         )
+        if recorded:
+            hidden = hidden[wanted]
         if logit_rows:
             self._sample_prefill(slot, spans, hidden[: len(logit_rows)], flight)
 
