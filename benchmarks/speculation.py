@@ -9,6 +9,10 @@ them. `loops`: random weights of a larger model at temperature 0, which repeat t
 costs is all there is to see. So many requests run at once, and new ones follow as others end. The
 engines take turns with other prompts in each round; the first round warms up. Shown is the ratio of
 all their tokens/s. That all three say the same is checked.
+
+    python benchmarks/speculation.py --model DIR --prompts FILE.jsonl
+
+On a GPU, with a real model: see `speculation_gpu.py`.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from dora_rl.model.random_weights import RandomWeights
 from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.types import RequestId, SamplingParams
 from engine import SHAPES
+from speculation_gpu import main as compare_on_gpu
 
 MODES = ("off", "auto", "on")
 TEXTS = ("digits", "loops", "random")
@@ -118,17 +123,29 @@ def compare(text: str, num_requests: int, rounds: int, tokens: int) -> dict[str,
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--texts", type=lambda text: text.split(","), default=list(TEXTS))
-    parser.add_argument("--requests", default="1,8,32,128")
+    parser.add_argument("--texts", type=lambda text: text.split(","), default=[])
+    parser.add_argument("--requests", default="")
     parser.add_argument("--rounds", type=int, default=2, help="counted, after one to warm up")
     parser.add_argument("--tokens", type=int, default=384, help="of a response at most")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--model", type=Path, help="a model directory; the others are for it")
+    parser.add_argument("--prompts", type=Path, help="a jsonl file")
+    parser.add_argument("--column", default="question", help="of the prompts")
+    parser.add_argument("--rows", type=int, default=4000, help="of the file, at most")
+    parser.add_argument("--context", type=int, default=1152)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
     args = parser.parse_args(argv)
+    args.requests = args.requests or ("8,32,128" if args.model else "1,8,32,128")
+    if args.model:
+        args.requests = list(map(int, args.requests.split(",")))
+        compare_on_gpu(args)
+        return
     torch.set_num_threads(args.threads)
     rows: list[dict[str, Any]] = []
     print(f"{'text':>8} {'requests':>8} {'off tok/s':>10} {'auto':>6} {'on':>6}  drafted, accepted")
-    for text in args.texts:
+    for text in args.texts or TEXTS:
         for num_requests in map(int, args.requests.split(",")):
             row = compare(text, num_requests, args.rounds, args.tokens)
             rows.append(row)

@@ -49,6 +49,7 @@ LAYERS = (
     ("runtime", *RUN),
     ("sim",),
     ("dashboard", "serve"),
+    ("tinker",),
     ("cli", "commands"),
     ("api",),
 )

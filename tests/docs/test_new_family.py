@@ -20,8 +20,8 @@ def run(command: list[str], folder: Path) -> None:
 
 def test_a_family_is_one_file_and_one_line(tmp_path: Path) -> None:
     blocks = blocks_of(ROOT / "docs" / "extending.md")
-    family = next(b for b in blocks if b.saved_as.endswith("families/mistral.py"))
-    check = next(b for b in blocks if b.saved_as == "check_mistral.py")
+    family = next(b for b in blocks if b.saved_as.endswith("families/cwm.py"))
+    check = next(b for b in blocks if b.saved_as == "check_cwm.py")
     (entry,) = (b for b in blocks if b.language == "bash" and "families/__init__.py" in b.text)
     package = tmp_path / "src" / "dora_rl"
     shutil.copytree(ROOT / "src" / "dora_rl", package, ignore=shutil.ignore_patterns("__pycache__"))

@@ -134,5 +134,8 @@ def test_it_is_told_who_chooses_the_experts(mixture: Path, tmp_path: Path) -> No
     assert "on a GPU set trainer.router_replay = 'on'" in told("cuda")
     assert "choose anew (no replay)" in told("cpu", rollout={"backend": "vllm"})
     assert "choose anew (no replay)" in told("cuda", trainer={"router_replay": "off"})
+    guessing: dict[str, dict[str, Any]] = {"rollout": {"speculation": "on"}}
+    assert "nothing is guessed" in told("cuda", trainer={"router_replay": "on"}, **guessing)
+    assert "nothing is guessed" not in told("cuda", **guessing) + told("cpu", **guessing)
     assert "carry no adapters" in told("cpu", trainer={"lora_rank": 2})
     assert not told("cpu", model={"path": str(MODEL)})

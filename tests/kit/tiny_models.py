@@ -6,8 +6,24 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -15,6 +31,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 VOCAB = 97
@@ -42,6 +60,21 @@ _YARN = {
     "original_max_position_embeddings": 32,
 }
 _LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
+# Windows shorter than the prompts, and none that ends where a block does.
+_FEW = {"sliding_window": 11}
+_BY_TYPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 100_000.0, "factor": 2.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+_LONGROPE = {  # three quarters of a head are rotated
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [2.0, 3.0, 4.0, 5.0, 6.0, 7.0],
+    "partial_rotary_factor": 0.75,
+}
+_PHI = {"pad_token_id": 0, "eos_token_id": None}
+_GLM = {"head_dim": 16, "attention_bias": True, "pad_token_id": 0, "eos_token_id": [96]}
 _MOE = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 16}
 
 FAMILIES = {
@@ -64,6 +97,59 @@ FAMILIES = {
     "qwen3-moe-mixed": lambda: Qwen3MoeForCausalLM(
         Qwen3MoeConfig(mlp_only_layers=[0], **_MOE, **_SHAPE)
     ),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**_FEW, **_SHAPE)),
+    "ministral": lambda: MinistralForCausalLM(
+        MinistralConfig(
+            head_dim=32,
+            sliding_window=37,
+            layer_types=["sliding_attention", "full_attention"],
+            **_SHAPE,
+        )
+    ),
+    "smollm3": lambda: SmolLM3ForCausalLM(
+        SmolLM3Config(
+            no_rope_layers=[1, 0],
+            use_sliding_window=True,
+            attention_bias=True,
+            mlp_bias=True,
+            **_FEW,
+            **_SHAPE,
+            pad_token_id=None,
+        )
+    ),
+    "gemma3": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            head_dim=32,
+            query_pre_attn_scalar=24,
+            layer_types=["sliding_attention", "full_attention"],
+            rope_parameters=_BY_TYPE,
+            attention_bias=True,
+            **_FEW,
+            **_SHAPE,
+        )
+    ),
+    "olmo3": lambda: Olmo3ForCausalLM(
+        Olmo3Config(
+            layer_types=["sliding_attention", "full_attention"],
+            rope_parameters=_BY_TYPE | {"full_attention": _YARN},
+            attention_bias=True,
+            **_FEW,
+            **_SHAPE,
+        )
+    ),
+    "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(attention_bias=True, **_SHAPE)),
+    "phi3": lambda: Phi3ForCausalLM(Phi3Config(sliding_window=21, **_PHI, **_SHAPE)),
+    "phi3-long": lambda: Phi3ForCausalLM(
+        Phi3Config(
+            rope_parameters=_LONGROPE,
+            original_max_position_embeddings=256,
+            tie_word_embeddings=True,
+            **_PHI,
+            **_SHAPE,
+        )
+    ),
+    "glm": lambda: GlmForCausalLM(GlmConfig(**_GLM, **_SHAPE)),
+    "glm4": lambda: Glm4ForCausalLM(Glm4Config(partial_rotary_factor=0.25, **_GLM, **_SHAPE)),
 }
 
 

@@ -121,7 +121,7 @@ class Carry:
         inner = inspect.unwrap(value)
         source, own = source_of(inner), inner.__name__
         around = _around(inner)
-        is_decorated = _is_decorated(source)
+        is_decorated = source.lstrip().startswith("@")
         if inspect.isfunction(inner):
             # Written down with its decorators, it is what its own name stands for, and no less.
             require(
@@ -358,22 +358,19 @@ def _set_later(value: Any, source: str) -> dict[str, Any]:
 
 def _codes_in(code: CodeType) -> Iterator[CodeType]:
     """Of the functions that a code object defines."""
-    for part in code.co_consts:
-        if isinstance(part, CodeType):
-            yield part
-            yield from _codes_in(part)
+    for part in _inner(code):
+        yield part
+        yield from _codes_in(part)
 
 
 def _is_same_code(one: CodeType, other: CodeType) -> bool:
     """What was written, as far as it does not tell whether a name is global or of a closure."""
-    parts = (_parts_of(one), _parts_of(other))
-    if [*_steps_of(one)] != [*_steps_of(other)]:
-        return False
-    inner = (list(_inner(one)), list(_inner(other)))
+    inner = [*_inner(one)], [*_inner(other)]
     return (
-        parts[0] == parts[1]
+        [*_steps_of(one)] == [*_steps_of(other)]
+        and _parts_of(one) == _parts_of(other)
         and len(inner[0]) == len(inner[1])
-        and all(map(_is_same_code, inner[0], inner[1]))
+        and all(map(_is_same_code, *inner))
     )
 
 
@@ -410,10 +407,6 @@ def _is_a_kind(value: Any) -> bool:
     """What an annotation may need at run time and the module can have."""
     is_named = inspect.isclass(value) or isinstance(value, ModuleType)
     return is_named or value is dataclasses.KW_ONLY or _home(value) is not None
-
-
-def _is_decorated(source: str) -> bool:
-    return source.lstrip().startswith("@")
 
 
 def _names_used(source: str) -> list[str]:
@@ -469,12 +462,8 @@ def _home(value: Any) -> ModuleType | None:
         return None
     if module is not builtins and getattr(module, "__spec__", None) is None:
         return None  # nobody could import it again
-    found = getattr(module, own, None)
-    return module if found is value and _can_be_found(module) else None
-
-
-def _can_be_found(module: ModuleType) -> bool:
-    return _file_of(module) is None or _root_of(module) is not None
+    can_be_found = _file_of(module) is None or _root_of(module) is not None
+    return module if getattr(module, own, None) is value and can_be_found else None
 
 
 def _file_of(module: ModuleType) -> Path | None:
@@ -537,21 +526,28 @@ def _written(value: Any) -> str:
         return f"{kind.__name__}([{inner}])" if kind is frozenset or not value else f"{{{inner}}}"
     if kind is dict:
         return "{" + ", ".join(f"{_written(k)}: {_written(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, re.Pattern):
-        return f"__import__('re').compile({value.pattern!r}, {value.flags})"
-    if isinstance(value, logging.Logger):
-        return f"__import__('logging').getLogger({value.name!r})"
-    if isinstance(value, PurePath):
-        return f"__import__('pathlib').{kind.__name__}({str(value)!r})"
-    if isinstance(value, (np.bool_, np.integer, np.floating)):
-        return f"__import__('numpy').{kind.__name__}({str(value.item())!r})"
+    for kinds, module, call in _MADE_BY_CALLS:
+        if isinstance(value, kinds):
+            return f"__import__({module!r}).{call(value)}"
     raise _Unwritable
 
 
+# Kinds of values, and what makes them again: a module, and a call in it.
+_MADE_BY_CALLS: tuple[tuple[Any, str, Callable[[Any], str]], ...] = (
+    (re.Pattern, "re", lambda value: f"compile({value.pattern!r}, {value.flags})"),
+    (logging.Logger, "logging", lambda value: f"getLogger({value.name!r})"),
+    (PurePath, "pathlib", lambda value: f"{type(value).__name__}({str(value)!r})"),
+    (
+        (np.bool_, np.integer, np.floating),
+        "numpy",
+        lambda value: f"{type(value).__name__}({str(value.item())!r})",
+    ),
+)
+
+
 def _is_same(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    return type(one) is type(other) and isinstance(one, (str, int, float, bool)) and one == other
+    plain = type(one) is type(other) and isinstance(one, (str, int, float, bool))
+    return one is other or (plain and one == other)
 
 
 def label_of(name: str) -> str:

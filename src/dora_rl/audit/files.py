@@ -88,14 +88,17 @@ class FileAudit:
         for sample in self.trained.values():
             self.by_step.setdefault(sample.step, []).append(sample)
         config = self._section("config.json", self._config)
-        self._section("data.json", self._data, config)
-        self._section("rollouts.jsonl", self._rollouts, config)
-        self._section("metrics.jsonl", self._metrics)
-        self._section("summary.json", self._summary, config)
-        self._section("table", self._tables)
-        self._section("weights", self._sealed)
-        self._section("learner", self._learner)
-        self._section("checkpoints", self._checkpoints, config)
+        for name, check, *given in (
+            ("data.json", self._data, config),
+            ("rollouts.jsonl", self._rollouts, config),
+            ("metrics.jsonl", self._metrics),
+            ("summary.json", self._summary, config),
+            ("table", self._tables),
+            ("weights", self._sealed),
+            ("learner", self._learner),
+            ("checkpoints", self._checkpoints, config),
+        ):
+            self._section(name, check, *given)
         self.notes += [NEVER_COMPARED]
         return tuple(self.book.kept)
 

@@ -32,7 +32,7 @@ from dora_rl.observe.eval_figures import Figures
 from dora_rl.observe.history import read_history
 from dora_rl.observe.meters import CpuMeter, GpuMeter, start_meter
 from dora_rl.observe.placements import busy_s
-from dora_rl.setup.prepare import choose_device
+from dora_rl.setup.prepare import choose_device, open_tokenizer
 from dora_rl.setup.settings import resolve
 from dora_rl.types import Mode, UserError
 
@@ -246,7 +246,6 @@ def _train(config: RunConfig, run_dir: Path, device: str) -> tuple[CpuMeter, Gpu
 def _difficulties(config: RunConfig) -> Callable[[int], float | None]:
     """The expected length of a prompt's answer, where the data has a `difficulty` column."""
     from dora_rl.data.prompts import open_prompts
-    from dora_rl.setup.prepare import open_tokenizer
 
     tokenizer = open_tokenizer(Path(config.model.path), config.model.trust_remote_code)
     source = open_prompts(config.data, tokenizer)

@@ -90,10 +90,10 @@ def make_app(service: Service, access: Access, bodies: Bodies) -> Any:
         exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _on_error),
     )
     app.router.redirect_slashes = False  # to an address made of what the client calls this host
-    return _for_this_host(app, access)
+    return for_this_host(app, access)
 
 
-def _for_this_host(app: Any, access: Access) -> Any:
+def for_this_host(app: Any, access: Access) -> Any:
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
         try:
             access.check_host(Headers(scope=scope))

@@ -88,6 +88,4 @@ def _plan(args: argparse.Namespace, machine: Any) -> tuple[dict[str, Any], list[
 
 def _without_device(config: RunConfig) -> RunConfig:
     """For a machine that is not this one: its GPU need not be here."""
-    runtime = config.runtime.model_copy(update={"device": "auto"})
-    trainer = config.trainer.model_copy(update={"device": "auto"})
-    return config.model_copy(update={"runtime": runtime, "trainer": trainer})
+    return config.changed("runtime", device="auto").changed("trainer", device="auto")

@@ -21,7 +21,14 @@ from dora_rl.commands.arguments import (
     prepare_output,
     write_json,
 )
-from dora_rl.serve import KEY_VARIABLE
+from dora_rl.commands.tinker import (
+    KEY_VARIABLE,
+    TINKER_ARGUMENTS,
+    api_keys,
+    plain_checks,
+    say,
+    serve_tinker,
+)
 from dora_rl.types import UserError
 from dora_rl.user_code import listen, origin_of, require, trace_of
 
@@ -29,11 +36,6 @@ if TYPE_CHECKING:
     from dora_rl.serve.service import ServeOptions
 
 TRACES_MAX = 3  # tracebacks of the user's code that are shown
-KEY_CHARS_MIN = 8
-KEY_IN_SIGHT = (
-    "--api-key would show the key to everybody who can list processes; write it into a file "
-    f"(--api-key-file FILE, one key a line) or into the variable {KEY_VARIABLE}"
-)
 MODEL = argument("model", type=Path, metavar="RUN_OR_MODEL", help="a run or a model")
 
 
@@ -135,7 +137,7 @@ def export(args: argparse.Namespace) -> int:
     argument("--dtype", choices=("float32", "bfloat16"), help="(default: by device)"),
     argument("--threads", type=int, default=0, help="on the CPU; 0: all cores"),
     argument("--context-max", type=int, default=0, help="0: what the model allows"),
-    argument("--versions-max", type=at_least(1), default=3, help="resident at once"),
+    argument("--versions-max", type=at_least(1), help="resident at once (3; of --tinker: 4)"),
     argument("--requests-max", type=at_least(1), default=512, help="more get status 429"),
     argument("--sessions-max", type=at_least(1), default=4096, help="more get status 429"),
     argument("--connections-max", type=at_least(1), default=512, help="more get status 503"),
@@ -144,16 +146,20 @@ def export(args: argparse.Namespace) -> int:
     argument("--grace-s", type=float, default=10.0, help="for answers, when ending"),
     argument("--record", type=Path, metavar="FILE", help="ended sessions, as jsonl"),
     argument("--chat-template", type=Path, metavar="FILE", help="instead of the model's"),
+    *TINKER_ARGUMENTS,
+    about="With --tinker DIR clients of the tinker SDK train adapters on MODEL and sample from "
+    "them; what they save is kept in DIR. See docs/serving.md and docs/tinker.md.",
 )
 def serve(args: argparse.Namespace) -> int:
+    if args.tinker is not None:
+        return serve_tinker(args)
     from dora_rl.setup.tokenizer import open_tokenizer
     from dora_rl.weights.run_models import find_model, is_run
 
     folder = args.record.parent if args.record is not None else Path(".")
     template = args.chat_template
     require(
-        (args.api_key is None, KEY_IN_SIGHT),
-        (0 <= args.port < 65536, f"--port {args.port} is not between 0 and 65535"),
+        *plain_checks(args),
         (folder.is_dir(), f"--record {args.record}: there is no directory {folder}"),
         (template is None or template.is_file(), f"--chat-template {template}: no such file"),
     )
@@ -164,15 +170,15 @@ def serve(args: argparse.Namespace) -> int:
     found = find_model(args.model, args.version)
     watch = args.model if is_run(args.model) and args.version == "last" else None
     options = _serve_options(args, watch)
-    server = ModelServer(options, found, open_tokenizer(found.directory, False), _say)
+    server = ModelServer(options, found, open_tokenizer(found.directory, False), say)
 
     def ready(_: object) -> None:
-        _say(f"{found.label} as {options.name!r} at {server.url}")
+        say(f"{found.label} as {options.name!r} at {server.url}")
         if options.api_keys and args.api_key_file is None and not os.environ.get(KEY_VARIABLE):
-            _say(f"API key (made for this start): {options.api_keys[0]}")
+            say(f"API key (made for this start): {options.api_keys[0]}")
 
     serve_until_signal(server, ready)
-    _say("stopped")
+    say("stopped")
     return 0
 
 
@@ -184,14 +190,14 @@ def _serve_options(args: argparse.Namespace, watch: Path | None) -> ServeOptions
     from dora_rl.setup.prepare import choose_device
 
     device = choose_device(args.device, "--device")
-    keys = _api_keys(args.api_key_file)
+    keys = api_keys(args.api_key_file)
     if not keys and not is_loopback(args.host):
         keys = (secrets.token_urlsafe(24),)
     engine = EngineOptions(
         device=device,
         dtype=args.dtype or ("float32" if device == "cpu" else "bfloat16"),
         context_max=args.context_max,
-        versions_max=args.versions_max if watch is not None else 1,
+        versions_max=(args.versions_max or 3) if watch is not None else 1,
     )
     return ServeOptions(
         name=args.name or args.model.resolve().name,
@@ -213,28 +219,3 @@ def _serve_options(args: argparse.Namespace, watch: Path | None) -> ServeOptions
             connections_max=args.connections_max, body_bytes_max=args.body_mib_max << 20
         ),
     )
-
-
-def _api_keys(path: Path | None) -> tuple[str, ...]:
-    """Those of the file, else that of the environment."""
-    if path is None:
-        keys = [os.environ.get(KEY_VARIABLE, "").strip()]
-    else:
-        try:
-            keys = [line.strip() for line in path.read_text().splitlines()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--api-key-file {path} cannot be read: {error}") from None
-    keys = [key for key in keys if key]
-    if path is not None and not keys:
-        raise UserError(f"--api-key-file {path} is empty; write one key on each line")
-    wrong = [key for key in keys if not (key.isascii() and key.isprintable() and " " not in key)]
-    if wrong or any(len(key) < KEY_CHARS_MIN for key in keys):
-        where = f"--api-key-file {path}" if path is not None else f"${KEY_VARIABLE}"
-        raise UserError(
-            f"{where}: a key has at least {KEY_CHARS_MIN} characters, all printable ASCII, no blank"
-        )
-    return tuple(dict.fromkeys(keys))
-
-
-def _say(line: str) -> None:
-    print(f"dora-rl serve: {line}", file=sys.stderr, flush=True)

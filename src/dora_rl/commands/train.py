@@ -232,8 +232,7 @@ def _cut_off(run_dir: Path) -> list[str]:
     """Said where most samples of the last step never came to their own end."""
     from dora_rl.io.append_log import read_lines
 
-    path = run_dir / "metrics.jsonl"
-    steps = [line for line in read_lines(path) if "step" in line] if path.is_file() else []
+    steps = [line for line in read_lines(run_dir / "metrics.jsonl") if "step" in line]
     share = steps[-1].get("truncated_frac", 0.0) if steps else 0.0
     if share < CUT_SHARE_TOLD:
         return []

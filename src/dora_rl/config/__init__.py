@@ -298,7 +298,8 @@ class RolloutConfig(Section):
     """Whether a decode step also computes guesses of a request's next tokens, taken from the other
     responses to its prompt. A guess counts only where it is what the request draws, so responses
     are the same. `auto` does so where it measures that it pays, on a CPU in float32; on a GPU, in
-    bfloat16 and with vLLM it means off. `on` always guesses, for tests and measurements."""
+    bfloat16 and with vLLM it means off. `on` always guesses on a CPU, for tests and measurements;
+    on a GPU it guesses where it measures that it pays."""
     vllm_kv_moves: bool = False
     """Whether, with vLLM, a request that moves takes its KV cache along. If off, it is prefilled
     again."""
@@ -557,6 +558,11 @@ class RunConfig(Section):
     audit: AuditConfig = Field(default_factory=AuditConfig)
     runtime: RuntimeConfig = Field(default_factory=RuntimeConfig)
     resources: ResourcesConfig = Field(default_factory=ResourcesConfig)
+
+    def changed(self, section: str, **values: Any) -> RunConfig:
+        """With other values of some keys, which are not checked again."""
+        part = getattr(self, section).model_copy(update=values)
+        return self.model_copy(update={section: part})
 
     def engine_dtype(self, device: str) -> Literal["float32", "bfloat16"]:
         """What instances and evaluator on `device` compute in: as the learner, if nothing is said.

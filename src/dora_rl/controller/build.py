@@ -40,8 +40,9 @@ def build_run(
     kept = KeptVersions(config, files, carrier, workers, notify)
     recovery = Recovery(control, workers, files.journals, ranks, scoring, envs, notify)
     if prepared.evaluation is not None:
-        kept.evaluate_on(prepared.evaluation, scoring, prepared.decode, layout.evaluator_extra())
-        recovery.evaluations = kept.evaluations
+        recovery.evaluations = kept.evaluate_on(
+            prepared.evaluation, scoring, prepared.decode, layout.evaluator_extra()
+        )
     instances = FromInstances(control, files, workers, carrier, envs, prepared.decode, notify)
     handlers = {
         "instance": instances.hear,

@@ -226,13 +226,14 @@ class KeptVersions:
         scoring: ScoringPool,
         decode: Callable[[Sequence[int]], str],
         extra: dict[str, Any],
-    ) -> None:
+    ) -> Evaluations:
         """The run has evaluations, on these prompts. `extra`: what their worker is told."""
         section = self._config.evaluation
         prompts = list(source.once(section.num_prompts))[: section.num_prompts]
         tail = TailPrompts(prompts, self._files.run_dir / TAIL_FILE)
         parts = (prompts, section, tail, decode, self.evaluated, extra, self._files.checksums)
         self.evaluations = Evaluations(self._workers, scoring, *parts)
+        return self.evaluations
 
     def missing(self, newest: Version) -> list[Version]:
         """Wanted by the configuration, not done or failed, and still possible: a crash came

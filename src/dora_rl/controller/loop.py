@@ -77,7 +77,7 @@ class Control:
         self.state = state
         self.stop: act.Stop | None = None
         self._later: deque[Event] = deque()
-        self._loop: Loop | None = None
+        self._loop: Loop  # from `connect` on
 
     def connect(
         self,
@@ -98,11 +98,9 @@ class Control:
 
     def now(self) -> float:
         """The time by which the core decides."""
-        assert self._loop is not None
         return self._loop.ports.clock.now()
 
     def handle(self, event: Event) -> None:
-        assert self._loop is not None
         if self.stop is None:
             self._loop.handle(event)
         while self._later and self.stop is None:

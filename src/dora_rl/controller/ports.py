@@ -57,13 +57,12 @@ class FleetPort:
                 self._workers.send(action.instance, self._dispatched(action))
             case act.Move():
                 self._workers.send(action.src, action)
+            case act.Load():
+                self._carrier.load(action)
+                checksum = self._files.checksums.get(action.version, "")
+                self._workers.send(action.instance, msg.LoadSealed(action, checksum))
             case _:
-                if isinstance(action, act.Load):
-                    self._carrier.load(action)
-                    checksum = self._files.checksums.get(action.version, "")
-                    self._workers.send(action.instance, msg.LoadSealed(action, checksum))
-                else:
-                    self._workers.send(action.instance, action)
+                self._workers.send(action.instance, action)
 
     def _dispatched(self, action: act.Dispatch) -> msg.Dispatched:
         """With what journals have of its samples, of which the core and the records hear."""

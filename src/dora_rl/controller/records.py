@@ -25,7 +25,7 @@ import numpy as np
 from dora_rl.config import CheckpointConfig, RunConfig
 from dora_rl.controller.sinks import RunFacts, Sinks
 from dora_rl.core import events as ev
-from dora_rl.io.append_log import Damaged, cut_lines, keep_lines, read_lines
+from dora_rl.io.append_log import Damaged, cut_lines, keep_lines, read_lines, replace_text
 from dora_rl.observe.eval_figures import Figures, best_evaluated
 from dora_rl.observe.eventlog import FileLog, entries_since
 from dora_rl.observe.measures import (
@@ -499,10 +499,7 @@ class Records:
             self._is_training = False
 
     def _replace(self, name: str, body: dict[str, Any]) -> None:
-        path = self.run_dir / name
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(body, indent=1) + "\n")
-        temporary.replace(path)
+        replace_text(self.run_dir / name, json.dumps(body, indent=1) + "\n")
 
     def close(self) -> None:
         if self._sinks is not None:

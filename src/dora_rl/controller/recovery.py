@@ -50,7 +50,7 @@ class Recovery:
     ) -> None:
         self._control, self._workers, self._journals = control, workers, journals
         self._ranks, self._scoring, self._envs, self._notify = ranks, scoring, envs, notify
-        self.evaluations: Evaluations | None = None
+        self.evaluations: Evaluations  # where the run has an evaluator
         self._num_restarts = 0
         self._num_starts: Counter[str] = Counter()
         self._has_committed = False
@@ -89,7 +89,6 @@ class Recovery:
             case "env":
                 self._envs.lost(name)
             case "evaluator":
-                assert self.evaluations is not None
                 self.evaluations.lost(self._why(worker))
             case "learner" if stop is None:
                 self._replace_learner(worker)
@@ -101,7 +100,6 @@ class Recovery:
     def _give_up(self, worker: Worker) -> None:
         name, why = worker.name, self._why(worker)
         if worker.role == "evaluator":
-            assert self.evaluations is not None
             self.evaluations.give_up()
             self._notify(f"evaluation given up; the evaluator keeps ending: {why}")
         elif self._num_restarts <= RESTARTS_MAX and self._dispensable(worker):

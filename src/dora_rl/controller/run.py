@@ -127,8 +127,7 @@ class Run:
             self._control.stop = act.Stop(self._files.gone_line(), done=False)
             return
         self._control.handle(ev.Tick())
-        is_training = self._control.stop is None
-        self._files.records.tick(is_training=is_training)
+        self._files.records.tick(is_training=self._control.stop is None)
         self._garbage.tick()
         self._world.tick()
         self._staff.check_time()

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from dora_rl.io.append_log import replace_text
 from dora_rl.types import UserError
 from dora_rl.user_code import load_object
 
@@ -53,11 +54,9 @@ class RunFacts:
         return _read(self.run_dir / "sinks.json").get(service) if self.first_step else None
 
     def keep_id(self, service: str, value: str) -> None:
-        path = self.run_dir / f"sinks.json.{service}"
+        path = self.run_dir / "sinks.json"
         with _keeping:
-            known = _read(self.run_dir / "sinks.json") | {service: value}
-            path.write_text(json.dumps(known) + "\n")
-            path.replace(self.run_dir / "sinks.json")
+            replace_text(path, json.dumps(_read(path) | {service: value}) + "\n")
 
 
 def _read(path: Path) -> dict[str, str]:

@@ -43,7 +43,7 @@ class Notify:
 
 class Carrier(Protocol):
     """Called at the moments when something must travel; carries no byte itself. Never waits; never
-    decides what moves."""
+    decides what moves. What one does not say anything of needs nothing."""
 
     def load(self, action: act.Load) -> None:
         """The instance is about to be told to load a version: see that it gets there."""
@@ -55,7 +55,8 @@ class Carrier(Protocol):
     def given_up(self, export: Exported) -> None:
         """An exported request stays where it is: what was laid out for it may go."""
 
-    def retire(self, versions: Collection[Version]) -> None: ...
+    def retire(self, versions: Collection[Version]) -> None:
+        """Nobody needs these versions any more."""
 
 
 class Service(Protocol):
@@ -68,20 +69,19 @@ class Service(Protocol):
 
 
 class World(Protocol):
-    """Where a run runs."""
+    """Where a run runs. What one does not say anything of needs nothing."""
 
-    @property
-    def carrier(self) -> Carrier: ...
-    @property
-    def services(self) -> Mapping[str, Service]:
-        """By role."""
-        ...
+    carrier: Carrier
+    services: Mapping[str, Service]  # by role
 
     def begin(self, read: Callable[[], None]) -> None:
         """Before anything else is started; `read` hears what workers say, for a moment."""
 
-    def tick(self) -> None: ...
+    def tick(self) -> None:
+        """Now and then."""
+
     def step_closed(self, step: StepIndex) -> None:
         """The step has all its groups; its lines of rollouts.jsonl may be written."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """At the end."""

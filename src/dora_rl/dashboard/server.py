@@ -80,7 +80,7 @@ class Handler(BaseHTTPRequestHandler):
     sys_version = ""
 
     def log_message(self, format: str, *args: object) -> None:
-        del format, args  # a line per request would bury the address that the user needs
+        """Nothing: a line per request would bury the address that the user needs."""
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)
@@ -122,7 +122,8 @@ class Handler(BaseHTTPRequestHandler):
                 with_cookie="token" in query,
             )
         elif name == "api/runs":
-            self._send_document([watcher.headline() for watcher in self.server.watchers])
+            runs = [watcher.headline() for watcher in self.server.watchers]
+            self._send(HTTPStatus.OK, "application/json", msgspec.json.encode(runs))
         elif name.startswith("api/"):
             self._answer_of_run(name.removeprefix("api/"), query)
         else:
@@ -140,9 +141,6 @@ class Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.NOT_FOUND, "no such document")
         else:
             self._send(HTTPStatus.OK, "application/json", text.encode())
-
-    def _send_document(self, content: object) -> None:
-        self._send(HTTPStatus.OK, "application/json", msgspec.json.encode(content))
 
     def _push(self, watcher: Watcher) -> None:
         """Server-sent events: the revision, whenever it has moved."""

@@ -32,7 +32,7 @@ from dora_rl.data.pools import Pools
 from dora_rl.data.rows import OpenSource, Row, Rows, open_rows
 from dora_rl.model.tokenizer import Tokenizer
 from dora_rl.types import Prompt, UserError
-from dora_rl.user_code import one_line
+from dora_rl.user_code import one_line, require
 
 # A file up to this many rows is checked row by row even where no length limit asks for it.
 CHECK_ALL_ROWS_MAX = 20_000
@@ -135,18 +135,16 @@ class PromptSource:
                 num, first = num + 1, first or where
         return Unanswered(num, num_looked, first)
 
-    def fingerprint(self) -> str:
-        """Changes when the stream does, so that a resumed run can notice other data.
-
-        Covers the configuration, the number of rows and three rows of each source.
-        """
-        return self._fingerprint()
-
     def began_with(self, fingerprint: str) -> bool:
         """Whether it is this stream's, also where the release that took it knew fewer keys."""
-        return fingerprint in (self._fingerprint(), self._fingerprint(LATER_KEYS))
+        return fingerprint in (self.fingerprint(), self.fingerprint(LATER_KEYS))
 
-    def _fingerprint(self, unless_set: Collection[str] = ()) -> str:
+    def fingerprint(self, unless_set: Collection[str] = ()) -> str:
+        """Changes when the stream does, so that a resumed run can notice other data.
+
+        Covers the configuration, the number of rows and three rows of each source; keys of a source
+        that are `unless_set` where they are set.
+        """
         parts: list[object] = [self._config.seed, self._config.shuffle]
         if self._pools:
             parts.append([self._config.curriculum, self._config.curriculum_column, self.num_pools])
@@ -318,13 +316,17 @@ class Renderer:
         return text, token_ids
 
     def _apply_template(self, messages: list[dict[str, object]], where: str) -> str:
-        if self._config.chat == "never":
-            raise UserError(f"{where}: the prompt is a message list, but data.chat is 'never'")
-        if not self._has_template:
-            raise UserError(
+        require(
+            (
+                self._config.chat != "never",
+                f"{where}: the prompt is a message list, but data.chat is 'never'",
+            ),
+            (
+                self._has_template,
                 f"{where}: the prompt is a message list, but the tokenizer has no chat template; "
-                f"use a model with one or string prompts"
-            )
+                f"use a model with one or string prompts",
+            ),
+        )
         if self._config.system_prompt and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._config.system_prompt}, *messages]
         prefilled = messages[-1]["role"] == "assistant"

@@ -36,9 +36,10 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from dora_rl.engine.guessing import GUESSES_MAX, Guessing
 from dora_rl.engine.journal import Journal
 from dora_rl.engine.options import EngineOptions
-from dora_rl.engine.plan import Plan, StepResult
+from dora_rl.engine.plan import Plan, StepResult, most_of
 from dora_rl.engine.runner import Runner, make_runner
 from dora_rl.engine.scheduler import Scheduler
 from dora_rl.engine.sequence import (
@@ -80,6 +81,7 @@ class Engine(RequestBook):
         self.scheduler = Scheduler(self.options, num_blocks, context)
         self.residency = Residency(self.runner, self.options.versions_max)
         self.speculation = speculation or make_speculation(self.options, self.runner)
+        self.guessing = self.runner.guessing if self.speculation is None else None
         self._in_flight: deque[tuple[Plan, Any]] = deque()
 
     # ---------------------------------------------------------------- versions
@@ -176,11 +178,15 @@ class Engine(RequestBook):
     def _rest(self, seq: Sequence) -> None:
         seq.num_tokens = len(seq.tokens)
         seq.num_computed = min(seq.num_computed, seq.num_tokens - 1)
+        if self.guessing is not None:
+            self.guessing.texts.settle(seq.id)
         self.scheduler.keep_idle(seq)
 
     def _leave(self, seq: Sequence) -> None:
         if self.speculation is not None:
             self.speculation.close(seq.id)
+        if self.guessing is not None:
+            self.guessing.texts.close(seq.id)
         self.scheduler.remove(seq)
         self.runner.cache.drop_host(seq.id)
 
@@ -202,6 +208,10 @@ class Engine(RequestBook):
     def step(self) -> list[Output]:
         """Plan, run, commit. Returns what every request gained."""
         speculation = self.speculation
+        if self.guessing is not None:
+            plan = self._perform(self._plan_guesses(self.guessing))
+            self.guessing.end(plan.repeat)
+            return self.hand_out(plan.repeat)
         plan = self.scheduler.plan(self.runner.burst if speculation is None else 1)
         if speculation is not None and speculation.is_awake(len(plan.spans)):
             began = speculation.add_drafts(plan, self.scheduler)
@@ -210,6 +220,27 @@ class Engine(RequestBook):
         else:
             plan = self._perform(plan)
         return self.hand_out(plan.repeat)
+
+    def _plan_guesses(self, guessing: Guessing) -> Plan:
+        """A burst with guesses, where that pays and nothing but decoding is to be done; else the
+        same as without. Only bursts of one kind follow each other unread."""
+        running, texts = self.scheduler.running, guessing.texts
+        for seq in [seq for seq in running.values() if seq.id not in texts]:
+            texts.open(seq.id, seq.request.prompt_ids, seq.tokens)
+        most = most_of(running.values(), together=self.options.lora_rank > 0)
+        rows, steps = guessing.way(*most, queued=bool(self.scheduler.waiting))
+        if any(bool(plan.guess_rows) != bool(rows) for plan, _ in self._in_flight):
+            self.drain()
+        plan = None
+        if rows and running:
+            pending = len(self._in_flight)
+            plan = self.scheduler.plan_guesses(steps, GUESSES_MAX + 1, pending)
+        if plan is None:
+            if any(plan.guess_rows for plan, _ in self._in_flight):
+                self.drain()
+            return self.scheduler.plan(self.runner.burst)
+        plan.guess_rows = rows if plan.spans else 0
+        return plan
 
     def _perform(self, plan: Plan) -> Plan:
         """Returns what was run of it."""
@@ -258,6 +289,8 @@ class Engine(RequestBook):
             self.forget(seq.id)
         if self.speculation is not None:
             self.speculation.clear()
+        if self.guessing is not None:
+            self.guessing.texts.clear()
         for version in self.versions():
             self.scheduler.pool.forget_version(version)
         # Blocks that the plan was to zero may still hold what is not finite.
@@ -267,7 +300,9 @@ class Engine(RequestBook):
         plan, launched = self._in_flight.popleft()
         for result in self.runner.collect(launched):
             if result.span.seq.status is not Status.ENDED and result.span.seq.finish is None:
-                if result.span.drafts:
+                if plan.guess_rows:
+                    self._commit_guessed(result)
+                elif result.span.drafts:
                     self._commit_drafted(result)
                 elif plan.repeat > 1:
                     self._commit_drawn(result)
@@ -301,6 +336,21 @@ class Engine(RequestBook):
         if self.speculation is not None:
             self.speculation.learn(span, right, len(seq.tokens) - before - 1)
 
+    def _commit_guessed(self, result: StepResult) -> None:
+        """Tokens of a burst in which the device went on behind what it guessed right."""
+        span, token_ids = result.span, result.token_ids
+        if not token_ids or self.guessing is None:
+            return
+        seq, count = span.seq, len(token_ids)
+        seq.num_computed += count
+        seq.num_tokens += count
+        seq.num_scored += count
+        before = len(seq.tokens)
+        self._commit_drawn(result)
+        drafted, right = result.guessed
+        surplus = count - (len(seq.tokens) - before)
+        self.guessing.count(seq.version, drafted, max(0, right - surplus))
+
     def _commit_drawn(self, result: StepResult) -> None:
         """As many of the tokens as the response has room for; the rest is surplus."""
         span, token_ids = result.span, result.token_ids
@@ -317,7 +367,7 @@ class Engine(RequestBook):
 
     def _commit(self, result: StepResult, num_drawn: int = 1) -> None:
         """Of the tokens, the last `num_drawn` are new, where the span draws; others were scored."""
-        span, token_ids, logprobs, raw_logprobs, top = result
+        span, token_ids, logprobs, raw_logprobs, top = result[:5]
         seq = span.seq
         if any(map(math.isnan, logprobs)):
             self.scheduler.pool.poison(seq.blocks)
@@ -350,13 +400,17 @@ class Engine(RequestBook):
             prefix_tokens=queues.num_prefix_tokens,
             preemptions=queues.num_preemptions,
             exact=self.runner.exact,
-            drafts={} if self.speculation is None else self.speculation.counts(),
+            drafts=self._drafts(),
         )
+
+    def _drafts(self) -> dict[Version, tuple[int, int]]:
+        source = self.speculation or self.guessing
+        return {} if source is None else source.counts()
 
 
 def part_of(result: StepResult, start: int, end: int) -> StepResult:
     """Of the tokens, those in [start, end)."""
-    span, token_ids, logprobs, raw, top = result
+    span, token_ids, logprobs, raw, top = result[:5]
     part = slice(start, end)
     return StepResult(span, token_ids[part], logprobs[part], raw[part], top[part])
 
@@ -366,6 +420,8 @@ def make_speculation(options: EngineOptions, runner: Runner) -> Speculation | No
     a response is the same bit for bit whatever was drafted by the clock, and no step is launched
     before the last one was read."""
     if options.speculation == "on":
-        return Speculation(fixed=True)
+        # A device that runs ahead guesses by itself, or not at all where experts are recorded.
+        recorded = runner.depth > 0 and runner.cache.routing is not None
+        return None if recorded or runner.guessing is not None else Speculation(fixed=True)
     is_auto = options.speculation == "auto" and runner.exact and not runner.depth
     return Speculation() if is_auto else None

@@ -32,6 +32,7 @@ class EngineOptions(RolloutConfig):
     versions_max: int = Field(default=3, ge=1)
     record_routing: bool = False  # of a mixture: which experts each token went to
     lora_rank: int = 0  # versions are adapters of this rank on one base; 0: whole weights
+    lora_head: bool = False  # adapters may have a part for the output matrix; on the CPU alone
     prefix_blocks_max: int = 0  # idle prompt blocks kept for reuse; 0 is an eighth of the pool
     tile_rows: int = 0
 
@@ -47,11 +48,32 @@ class EngineOptions(RolloutConfig):
                 f"rollout.step_tokens_max ({self.step_tokens_max}) is below seqs_max "
                 f"({self.seqs_max}); a step must hold one row for every request",
             ),
+            (
+                not self.lora_head or (self.lora_rank and self.device == "cpu"),
+                "adapters of the output matrix run on a CPU alone",
+            ),
         )
 
     def context_limit(self, model_max: int) -> int:
         """Longest prompt plus response one request may have."""
         return self.context_max or min(model_max, 32_768)
+
+    def check_model(self, spec: ModelSpec) -> None:
+        """One line for a model that these options have no engine for."""
+        on_gpu = self.device.startswith("cuda") and self.backend == "native"
+        dim, context = spec.head_dim, self.context_limit(spec.context_max)
+        require(
+            (
+                not on_gpu or not dim & (dim - 1),
+                f"heads of {dim} numbers: the native engine computes powers of two on a GPU; "
+                'set rollout.backend = "vllm"',
+            ),
+            (
+                spec.rope.kind != "longrope" or context <= spec.context_max,
+                f"rollout.context_max is {context}: with longrope scaling a text beyond "
+                f"{spec.context_max} tokens would change its own beginning; set it to that",
+            ),
+        )
 
     def block_bytes(self, spec: ModelSpec) -> int:
         """Keys and values of one block over all layers, and what is recorded of its tokens."""

@@ -5,6 +5,8 @@ Pure data between the scheduler, which decides, and the runner, which performs.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -66,11 +68,20 @@ class Plan:
 
     `repeat` > 1 is a burst: every span is one row that draws, and so are the rows at the
     `repeat - 1` positions behind it, each with the token that the row before it drew.
+
+    With `guess_rows` every step of a burst has so many rows of a version, those that the spans do
+    not need for guesses that the device finds itself. Where a span begins and how far it comes, who
+    reads it says; `start` is where it is at least.
     """
 
     cache_ops: list[CacheOp] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     repeat: int = 1
+    guess_rows: int = 0
+
+    def is_decode(self) -> bool:
+        """Whether it does nothing but decode."""
+        return bool(self.spans) and not self.cache_ops and all(s.num_rows == 1 for s in self.spans)
 
     def sequences(self) -> list[Sequence]:
         """All whose cache it changes, each once."""
@@ -78,14 +89,23 @@ class Plan:
         return list({seq.id: seq for seq in [*moved, *(span.seq for span in self.spans)]}.values())
 
 
+def most_of(sequences: Iterable[Sequence], together: bool) -> tuple[int, int]:
+    """How many versions they have, and how many of them one version has at most; `together`: all
+    versions are one batch, as adapters are."""
+    counts = Counter(0 if together else seq.version for seq in sequences)
+    return len(counts), max(counts.values(), default=0)
+
+
 TopLogprobs: TypeAlias = tuple[tuple[int, float], ...]
 
 
 class StepResult(NamedTuple):
-    """Tokens scored or drawn for one span, oldest first; `raw_logprobs` may be empty."""
+    """Tokens scored or drawn for one span, oldest first; `raw_logprobs` may be empty. `guessed`: by
+    the device itself, how many, and how many right."""
 
     span: Span
     token_ids: list[int]
     logprobs: list[float]
     raw_logprobs: list[float]
     top_logprobs: list[TopLogprobs]
+    guessed: tuple[int, int] = (0, 0)

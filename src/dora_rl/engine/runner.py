@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from dora_rl.engine.guessing import Guessing
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.plan import Plan, StepResult
 from dora_rl.engine.tensors.cache import KvCache
@@ -22,6 +23,7 @@ class Runner(ABC):
     depth = 0  # steps that may be in flight when a step returns
     loads_aside = False  # `load` may run in a thread of its own while others are launched
     burst = 1  # decode steps it would like to be given at once
+    guessing: Guessing | None = None  # of a device that guesses by itself
 
     def __init__(self, spec: ModelSpec, options: EngineOptions) -> None:
         self.spec, self.options = spec, options
@@ -57,6 +59,7 @@ class Runner(ABC):
 
 def make_runner(spec: ModelSpec, options: EngineOptions) -> Runner:
     """The runner for the options' device; GPU code is imported only for a GPU."""
+    options.check_model(spec)
     if options.device.startswith("cuda"):
         from dora_rl.engine.cuda.runner import CudaRunner
 

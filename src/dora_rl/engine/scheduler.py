@@ -283,6 +283,52 @@ class Scheduler:
             plan.spans.append(Span(seq, start, 1, start, 1, True))
         return plan
 
+    def plan_guesses(self, steps: int, each: int, num_pending: int) -> Plan | None:
+        """A burst in which every request that runs may go on by as many as `each` tokens a step, as
+        far as there are blocks; `num_pending` such bursts are not read yet. None where something
+        else is to be done. Blocks are taken, but no token is booked: who reads them does."""
+        if self.spilled or self.pool.to_scrub or (self.waiting and self.free_slots):
+            return None
+        bursts = num_pending + 1
+        for reach in (bursts * steps * each, bursts * (steps + each)):
+            ends = [self._guessed_end(seq, reach) for seq in self.running.values()]
+            if None in ends:
+                return None
+            pairs = [(seq, end or 0) for seq, end in zip(self.running.values(), ends, strict=True)]
+            num_blocks = sum(
+                max(0, -(-end // self.block_tokens) - len(seq.blocks)) for seq, end in pairs
+            )
+            if num_blocks <= self.pool.num_available:
+                return self._plan_guesses(pairs, steps, num_pending)
+        return None
+
+    def _guessed_end(self, seq: Sequence, reach: int) -> int | None:
+        """The position that a request may come to; None where it does not plainly decode in blocks
+        of its own."""
+        start = seq.num_computed
+        is_scored = start + 1 - seq.num_prompt == seq.num_scored
+        if seq.num_tokens != start + 1 or not is_scored or not seq.plain:
+            return None
+        index = start // self.block_tokens
+        if any(self.pool.refs[block] != 1 for block in seq.blocks[index:]):
+            return None
+        last = seq.num_prompt + seq.response_max - 1
+        return min(start + reach, last, self.positions_max)
+
+    def _plan_guesses(
+        self, pairs: list[tuple[Sequence, int]], steps: int, num_pending: int
+    ) -> Plan:
+        plan = Plan(repeat=steps)
+        for seq, end in pairs:
+            start = seq.num_computed
+            if start + num_pending * steps >= seq.num_prompt + seq.response_max - 1:
+                continue  # its last token is in flight
+            if end > len(seq.blocks) * self.block_tokens:
+                grown = self._grow(plan, seq, end)
+                assert grown, "guesses pre-empt nobody"
+            plan.spans.append(Span(seq, start, 1, start, 1, True))
+        return plan if plan.spans else Plan()  # nobody goes on: what is in flight is to be read
+
     def add_drafts(self, plan: Plan, index: int, drafts: tuple[int, ...]) -> int:
         """Guesses behind the token of a span that decodes one row: as many as its response and the
         blocks that nobody needs now have room for. Returns how many rows they are.

@@ -22,9 +22,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import secrets
-import socket
 import threading
 from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -57,39 +57,34 @@ class Agent(Environment):
     def __init__(self, agent: str) -> None:
         self._function = load_object(agent, Path("."), section="env", key=KEY)
         self._names = _accepted(self._function, agent)
-        self._endpoint: AgentEndpoint | None = None
-        self._episode: Episode | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._episode: Episode  # from `reset` on
+        self._at_close = ExitStack()
 
     async def reset(self, row: Row, seed: int) -> Observation:
         assert self.text is not None, "the host gives every environment the run's tokenizer"
-        self._endpoint = endpoint(self.text)
-        self._episode = self._endpoint.open(row.token_ids)
+        server = endpoint(self.text)
+        self._episode = server.open(row.token_ids)
+        self._at_close.callback(server.close, self._episode)
         known = {
-            "base_url": self._endpoint.url,
+            "base_url": server.url,
             "api_key": self._episode.key,
             "session_id": self._episode.id,
             "row": row,
             "seed": seed,
-            "variables": variables_of(self._endpoint.url, self._episode.key),
+            "variables": variables_of(server.url, self._episode.key),
         }
         self._run({name: known[name] for name in self._names})
         return await self._next()
 
     async def step(self, turn: Turn) -> Observation:
-        assert self._episode is not None
         await self._episode.answer(turn)
         return await self._next()
 
     def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-        if self._endpoint is not None and self._episode is not None:
-            self._endpoint.close(self._episode)
+        self._at_close.close()
 
     async def _next(self) -> Observation:
         """What the agent does next: another request, or its end."""
-        assert self._episode is not None
         episode = self._episode
         call = await episode.next_call()
         if call is not None:
@@ -103,7 +98,8 @@ class Agent(Environment):
 
     def _run(self, arguments: dict[str, Any]) -> None:
         if inspect.iscoroutinefunction(self._function):
-            self._task = asyncio.create_task(self._run_async(arguments))
+            task = asyncio.create_task(self._run_async(arguments))
+            self._at_close.callback(task.cancel)
         else:
             threading.Thread(
                 target=self._run_thread,
@@ -128,7 +124,6 @@ class Agent(Environment):
             loop.call_soon_threadsafe(self._ended, *ended)
 
     def _ended(self, value: object, error: BaseException | None) -> None:
-        assert self._episode is not None
         episode = self._episode
         if error is not None:
             episode.fail(f"the agent failed: {one_line(error)}", error)
@@ -322,7 +317,7 @@ class Episode:
         assert self._asked is not None
         self._waiting.insert(0, self._asked)
         found: Call | None = None
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(ORDER_S_MAX):
                 while found is None:
                     same = (call for call in self._waiting if call.history == history)
@@ -332,8 +327,6 @@ class Episode:
                             break
                         self._changed.clear()
                         await self._changed.wait()
-        except TimeoutError:
-            pass
         # Where none is left its client has gone, and nobody reads the turn.
         found = found or next(iter(self._waiting), self._asked)
         self.drop(found)
@@ -352,6 +345,13 @@ def ended_already() -> ApiError:
     return ApiError(410, "the episode has ended", code="ended")
 
 
+def _refuse(*problems: tuple[object, str, str]) -> None:
+    """A request that has one of these: what it says, and in which field."""
+    for is_there, text, field in problems:
+        if is_there:
+            raise bad_request(text, field)
+
+
 class AgentEndpoint:
     """Implements `chat.service.Service` for the episodes of one event loop, and listens."""
 
@@ -364,9 +364,9 @@ class AgentEndpoint:
         self._num_opened = 0
         from dora_rl.chat.access import Access
         from dora_rl.chat.app import make_app
-        from dora_rl.chat.http import BACKLOG, Bodies, HttpLimits, http_server
+        from dora_rl.chat.http import BACKLOG, Bodies, HttpLimits, http_server, tcp_socket
 
-        sock = socket.socket()
+        sock = tcp_socket()
         sock.bind(("127.0.0.1", 0))
         sock.listen(BACKLOG)
         self.url = f"http://127.0.0.1:{sock.getsockname()[1]}/v1"
@@ -397,10 +397,11 @@ class AgentEndpoint:
         return [{"id": MODEL, "object": "model", "created": 0, "owned_by": "dora-rl"}]
 
     async def chat(self, ask: Ask) -> Call:
-        if ask.num_samples != 1:
-            raise bad_request("an episode goes on with one reply: 'n' must be 1", "n")
-        if ask.params.logprobs_top_n:
-            raise bad_request("'top_logprobs' is not there while training", "top_logprobs")
+        top = ask.params.logprobs_top_n
+        _refuse(
+            (ask.num_samples != 1, "an episode goes on with one reply: 'n' must be 1", "n"),
+            (top, "'top_logprobs' is not there while training", "top_logprobs"),
+        )
         episode = self._get(ask.session_id or "")
         options = self._text.template_options | ask.template_options
         past = episode.past_of(ask.messages)
@@ -408,22 +409,22 @@ class AgentEndpoint:
         return episode.begin(Call(episode, ask.messages, turn))
 
     async def complete(self, ask: Ask) -> Call:
-        if ask.num_samples != 1 or len(ask.prompts) != 1:
-            raise bad_request("an episode goes on with one reply: give one prompt, 'n' = 1", "n")
-        if ask.params.logprobs_top_n:
-            raise bad_request("'logprobs' must be 0 while training", "logprobs")
-        if ask.echo:
-            raise bad_request("'echo' must be false while training", "echo")
+        one = ask.num_samples == len(ask.prompts) == 1
+        _refuse(
+            (not one, "an episode goes on with one reply: give one prompt, 'n' = 1", "n"),
+            (ask.params.logprobs_top_n, "'logprobs' must be 0 while training", "logprobs"),
+            (ask.echo, "'echo' must be false while training", "echo"),
+        )
         (prompt,) = ask.prompts
         episode = self._get(ask.session_id or "")
         return episode.begin(Call(episode, (), ChatTurn((), prompt, prompt, continued=False)))
 
+    # Of sessions, `owner` is not looked at: the key names one, so nobody can ask for another's.
+
     def open_session(self, session_id: str | None, owner: str) -> dict[str, Any]:
-        del owner  # the key names the session, so nobody can ask for another's
         raise bad_request(f"the key stands for the session already (not {session_id!r})")
 
     def read_session(self, session_id: str, owner: str) -> dict[str, Any]:
-        del owner
         pasts = self._get(session_id).pasts
         messages = pasts[-1].messages if pasts else []
         return {"id": session_id, "object": "session", "messages": messages}
@@ -432,7 +433,6 @@ class AgentEndpoint:
         self, session_id: str, owner: str, reward: float | None
     ) -> dict[str, Any]:
         """The reward of the episode, which ends when the agent does."""
-        del owner
         self._get(session_id).reward = reward
         return {"id": session_id, "object": "session", "reward": reward}
 

@@ -31,7 +31,7 @@ from typing import Any, ClassVar
 from dora_rl.envs.agent import AGENT_S_MAX, Agent
 from dora_rl.envs.base import Environment, Message, Observation, Row, Turn
 from dora_rl.types import UserError
-from dora_rl.user_code import hint, load_object, one_line
+from dora_rl.user_code import hint, load_object, one_line, require
 
 TEST_SPLITS = ("test", "eval", "validation", "heldout")
 HELDOUT_ONE_IN = 10  # items of a reasoning-gym dataset
@@ -174,7 +174,7 @@ class TextArena(Packaged):
             load_object(name, Path("."), section="env", key="opponent") if name else None
         )
         self._seen = ""
-        with _ordered():
+        with _ONE_GAME:
             self._game = game(self.of, _frozen(options))
 
     @classmethod
@@ -221,7 +221,7 @@ class TextArena(Packaged):
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:
-        with _ordered():
+        with _ONE_GAME:
             outside = random.getstate()
             random.setstate(self._random)
             try:
@@ -231,14 +231,7 @@ class TextArena(Packaged):
                 random.setstate(outside)
 
 
-_LOCK = threading.RLock()
-
-
-@contextmanager
-def _ordered() -> Iterator[None]:
-    """One game at a time: what they share is not made for threads."""
-    with _LOCK:
-        yield
+_ONE_GAME = threading.RLock()  # at a time: what games share is not made for threads
 
 
 def game(name: str, options: str) -> Any:
@@ -369,10 +362,13 @@ class OpenEnv(Packaged):
 
     def __init__(self, prompt: str = "", action: str = "message", text: str = "message") -> None:
         super().__init__()
-        if not prompt.strip():
-            raise UserError(f"env: openenv:{self.of}: give options.prompt, which comes first")
-        if not self.of.startswith(("http://", "https://", "ws://", "wss://")):
-            raise UserError(f"env: openenv:{self.of}: give the URL of a server, http://HOST:PORT")
+        require(
+            (prompt.strip(), f"env: openenv:{self.of}: give options.prompt, which comes first"),
+            (
+                self.of.startswith(("http://", "https://", "ws://", "wss://")),
+                f"env: openenv:{self.of}: give the URL of a server, http://HOST:PORT",
+            ),
+        )
         self._action, self._text = action, text
         self._client = package("openenv", "openenv.core.generic_client").GenericEnvClient(
             base_url=self.of

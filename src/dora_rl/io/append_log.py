@@ -108,7 +108,7 @@ class AppendLog:
 
 def write_whole(path: Path, parts: Iterable[Any]) -> None:
     """A file beside `path`, on the disk, then renamed into its place."""
-    fresh = path.with_name(f"{path.name}.new")
+    fresh = path.with_name(f".{path.name}.new")  # hidden, should it be left behind
     file = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     try:
         for part in parts:
@@ -120,9 +120,23 @@ def write_whole(path: Path, parts: Iterable[Any]) -> None:
         raise
     finally:
         os.close(file)
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)
+    flush(path.parent)
+
+
+def flush(path: Path) -> None:
+    """A file, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def replace_text(path: Path, text: str, *, errors: str = "strict") -> None:
+    """A reader sees the text that was there or this one, never a part. Not brought to the disk."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text, errors=errors)
+    temporary.replace(path)
 
 
 def _write(file: int, parts: Sequence[Any]) -> int:
@@ -210,9 +224,8 @@ def read_lines(path: Path, damaged: Pass = refuse) -> Iterator[dict[str, Any]]:
     if path.is_file():
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
-                found = None
-                if line.endswith(b"\n"):
-                    found = _parsed(line, f"{path} line {number}", damaged)
+                whole = line.endswith(b"\n")
+                found = _parsed(line, f"{path} line {number}", damaged) if whole else None
                 if found is not None:
                     yield found
 
@@ -230,9 +243,8 @@ def _parsed(line: bytes, name: str, damaged: Pass) -> dict[str, Any] | None:
 
 def shape_problem(error: Exception) -> str:
     """What is wrong with JSON that cannot be read, or is not of the shape that was written."""
-    if isinstance(error, KeyError):
-        return f"is damaged (it has no {error.args[0]})"
-    return f"is damaged ({error})"
+    what = f"it has no {error.args[0]}" if isinstance(error, KeyError) else str(error)
+    return f"is damaged ({what})"
 
 
 def cut_lines(path: Path, keep: Callable[[dict[str, Any]], bool], damaged: Pass = refuse) -> None:

@@ -161,10 +161,13 @@ class Wire:
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             every_s = int(silent_s_max / KEEPALIVES)
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every_s)
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every_s)
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVES)
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silent_s_max * 1e3))
+            for option, value in (
+                (socket.TCP_KEEPIDLE, every_s),
+                (socket.TCP_KEEPINTVL, every_s),
+                (socket.TCP_KEEPCNT, KEEPALIVES),
+                (socket.TCP_USER_TIMEOUT, int(silent_s_max * 1e3)),
+            ):
+                link.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def cut(self) -> None:
         """End the connection under whoever reads or writes it; what has arrived is still read."""

@@ -15,6 +15,8 @@ from dora_rl.types import UserError
 
 ATTENTION_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj")
 LINEAR_LAYERS = (*ATTENTION_LAYERS, "gate_proj", "up_proj", "down_proj")  # may have an adapter
+FUSED_LAYERS = ("qkv_proj", "gate_up_proj")  # too, where a family has them in place of the others
+HEAD = "lm_head"  # the output matrix, by whatever name its weights are saved
 PREFIX = "base_model.model."  # peft's, before a name of the checkpoint
 SCALE = "lora_scale"  # in a published adapter: alpha / rank, as a tensor of one number
 
@@ -29,6 +31,8 @@ class Target:
     expert: int = -1
     stacked: bool = False  # of all experts at once: a checkpoint has this, or one of each expert
     repeat: int = 0  # the tensor fills this many rows (one norm shared by all heads)
+    offset: float = 0.0  # added to it; such parameters stay in float32
+    turned: int = 0  # its first so many heads are rotated (see `rope.head_order`)
 
     @property
     def rows(self) -> int:
@@ -40,7 +44,7 @@ def targets_of(spec: ModelSpec) -> dict[str, Target]:
     embed, head = (Target(param, 0, (spec.vocab, spec.hidden)) for param in ("embed", "lm_head"))
     targets = {
         "model.embed_tokens.weight": embed,
-        "model.norm.weight": Target("norm", 0, (spec.hidden,)),
+        "model.norm.weight": Target("norm", 0, (spec.hidden,), offset=spec.norm_offset),
         **({} if spec.tied else {"lm_head.weight": head}),
     }
     for i in range(spec.num_layers):
@@ -49,41 +53,64 @@ def targets_of(spec: ModelSpec) -> dict[str, Target]:
     return targets
 
 
+NORMS = ("norm1", "post1", "norm2", "post2")  # packed parameters, as `ModelSpec.norms` orders them
+
+
 def _norm_targets(spec: ModelSpec, i: int) -> dict[str, Target]:
+    offset = spec.norm_offset
     out = {
-        "input_layernorm.weight": Target(f"{i}.norm1", 0, (spec.hidden,)),
-        "post_attention_layernorm.weight": Target(f"{i}.norm2", 0, (spec.hidden,)),
+        f"{name}.weight": Target(f"{i}.{param}", 0, (spec.hidden,), offset=offset)
+        for name, param in zip(spec.norms, NORMS, strict=True)
+        if name
     }
     if spec.qk_norm:
-        param, one, (q, k) = f"{i}.qk_norm", (spec.head_dim,), (spec.num_heads, spec.num_kv_heads)
-        out["self_attn.q_norm.weight"] = Target(param, 0, one, repeat=q)
-        out["self_attn.k_norm.weight"] = Target(param, q, one, repeat=k)
+        param, whole, start = f"{i}.qk_norm", spec.qk_norm_whole, 0
+        for name, heads in (("q_norm", spec.num_heads), ("k_norm", spec.num_kv_heads)):
+            num, repeat = (heads, 0) if whole else (1, heads)  # norms in the tensor, and after it
+            shape = (num * spec.head_dim,)
+            target = Target(param, start, shape, offset=offset, repeat=repeat, turned=num)
+            out[f"self_attn.{name}.weight"] = target
+            start += target.rows
     return out
 
 
 def _matrix_targets(spec: ModelSpec, i: int) -> dict[str, Target]:
     """The linear layers of attention and of a dense MLP, with their biases."""
-    d, inner = spec.hidden, spec.intermediate
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    attention = {  # name -> packed parameter, whether it has a bias, first row, shape
-        "self_attn.q_proj": ("qkv", spec.qkv_bias, 0, (q, d)),
-        "self_attn.k_proj": ("qkv", spec.qkv_bias, q, (kv, d)),
-        "self_attn.v_proj": ("qkv", spec.qkv_bias, q + kv, (kv, d)),
-        "self_attn.o_proj": ("o", spec.o_bias, 0, (d, q)),
-    }
-    mlp = {
-        "mlp.gate_proj": ("gate_up", spec.mlp_bias, 0, (inner, d)),
-        "mlp.up_proj": ("gate_up", spec.mlp_bias, inner, (inner, d)),
-        "mlp.down_proj": ("down", spec.mlp_bias, 0, (d, inner)),
-    }
+    attention, mlp = _attention_places(spec), {} if spec.is_sparse(i) else _mlp_places(spec)
     out: dict[str, Target] = {}
-    for name, (param, bias, start, shape) in (
-        attention | ({} if spec.is_sparse(i) else mlp)
-    ).items():
-        out[f"{name}.weight"] = Target(f"{i}.{param}", start, shape)
+    for name, (param, bias, start, shape, turned) in (attention | mlp).items():
+        out[f"{name}.weight"] = Target(f"{i}.{param}", start, shape, turned=turned)
         if bias:
-            out[f"{name}.bias"] = Target(f"{i}.{param}_bias", start, shape[:1])
+            out[f"{name}.bias"] = Target(f"{i}.{param}_bias", start, shape[:1], turned=turned)
     return out
+
+
+# Of a linear layer: packed parameter, whether it has a bias, first row, shape, heads to rotate.
+_Places = dict[str, tuple[str, bool, int, tuple[int, int], int]]
+
+
+def _attention_places(spec: ModelSpec) -> _Places:
+    d, heads, kv_heads = spec.hidden, spec.num_heads, spec.num_kv_heads
+    q, kv, bias = heads * spec.head_dim, kv_heads * spec.head_dim, spec.qkv_bias
+    places: _Places = {
+        "self_attn.q_proj": ("qkv", bias, 0, (q, d), heads),
+        "self_attn.k_proj": ("qkv", bias, q, (kv, d), kv_heads),
+        "self_attn.v_proj": ("qkv", bias, q + kv, (kv, d), 0),
+    }
+    if spec.fused_qkv:
+        places = {"self_attn.qkv_proj": ("qkv", bias, 0, (q + 2 * kv, d), heads + kv_heads)}
+    return places | {"self_attn.o_proj": ("o", spec.o_bias, 0, (d, q), 0)}
+
+
+def _mlp_places(spec: ModelSpec) -> _Places:
+    d, inner, bias = spec.hidden, spec.intermediate, spec.mlp_bias
+    places: _Places = {
+        "mlp.gate_proj": ("gate_up", bias, 0, (inner, d), 0),
+        "mlp.up_proj": ("gate_up", bias, inner, (inner, d), 0),
+    }
+    if spec.fused_gate_up:
+        places = {"mlp.gate_up_proj": ("gate_up", bias, 0, (2 * inner, d), 0)}
+    return places | {"mlp.down_proj": ("down", bias, 0, (d, inner), 0)}
 
 
 def _expert_targets(spec: ModelSpec, i: int) -> dict[str, Target]:
@@ -162,6 +189,7 @@ class Place:
     start: int
     rows: int
     width: int
+    turned: int = 0  # heads that are rotated, as of a `Target`
 
 
 def places_of(spec: ModelSpec) -> dict[str, Place]:
@@ -170,8 +198,10 @@ def places_of(spec: ModelSpec) -> dict[str, Place]:
     num_parts: Counter[str] = Counter()
     for name, target in targets_of(spec).items():
         module, _, kind = name.rpartition(".")
-        if kind == "weight" and module.endswith(LINEAR_LAYERS) and target.expert < 0:
+        last = module.rpartition(".")[2]
+        known = last in (*LINEAR_LAYERS, *FUSED_LAYERS)
+        if kind == "weight" and known and target.expert < 0:
             part, (rows, width) = num_parts[target.param], target.shape
-            places[module] = Place(target.param, part, target.start, rows, width)
+            places[module] = Place(target.param, part, target.start, rows, width, target.turned)
             num_parts[target.param] += 1
     return places

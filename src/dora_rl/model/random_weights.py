@@ -16,7 +16,7 @@ from dora_rl.model.spec import ModelSpec
 
 
 class RandomWeights:
-    """Normal values of deviation `scale`; norms are ones."""
+    """Normal values of deviation `scale`; norms multiply by one."""
 
     def __init__(
         self,
@@ -27,6 +27,7 @@ class RandomWeights:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self._seed, self._scale, self._device, self._dtype = seed, scale, device, dtype
+        self._one = 1.0 - spec.norm_offset
         self._shapes = {
             name: target.shape for name, target in targets_of(spec).items() if not target.stacked
         }
@@ -36,7 +37,7 @@ class RandomWeights:
 
     def tensor(self, name: str) -> Tensor:
         if name.endswith("norm.weight"):
-            return torch.ones(self._shapes[name], device=self._device)
+            return torch.full(self._shapes[name], self._one, device=self._device)
         drawn = _randn(f"{self._seed}/{name}", self._shapes[name], self._device, self._dtype)
         return drawn.mul_(self._scale)
 

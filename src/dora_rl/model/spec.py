@@ -8,7 +8,7 @@ KV blocks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dora_rl.types import UserError
@@ -22,8 +22,10 @@ class NotSupported(UserError):
 class RopeSpec:
     """Rotary embedding: base frequency and the scaling rule, if any.
 
-    `kind` is `default`, `linear`, `llama3` or `yarn`; the other fields have the meaning they have
-    in a Hugging Face config.
+    `kind` is `default`, `linear`, `llama3`, `yarn`, `longrope` or `none` (nothing is turned);
+    `share` is how much of a head is rotated, from its beginning, and `interleaved` says that pairs
+    are neighbours, not half of that apart. The other fields have the meaning they have in a Hugging
+    Face config.
     """
 
     theta: float = 10_000.0
@@ -38,6 +40,13 @@ class RopeSpec:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    share: float = 1.0
+    interleaved: bool = False
+
+    def width(self, head_dim: int) -> int:
+        """Numbers of a head that are rotated."""
+        return int(head_dim * self.share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +71,12 @@ class MoeSpec:
         return len(self.sparse_layers) * self.top_k * (1 if self.routing_dtype == "uint8" else 2)
 
 
+NO_ROPE = RopeSpec(kind="none")
+# The norms of a block by their names in a checkpoint: before attention, of what attention adds,
+# before the MLP, of what the MLP adds. "": there is none.
+PRE_NORMS = ("input_layernorm", "", "post_attention_layernorm", "")
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """One decoder-only transformer of a known family."""
@@ -82,9 +97,34 @@ class ModelSpec:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_whole: bool = False  # over all heads of a row at once, not over each
+    fused_qkv: bool = False  # a checkpoint has one matrix `qkv_proj`, which is one linear layer
+    fused_gate_up: bool = False  # likewise `gate_up_proj`
     moe: MoeSpec | None = None
     eos_ids: tuple[int, ...] = ()
     dtype: str = "float32"
+    ropes: tuple[RopeSpec, ...] = ()  # by layer, where they differ
+    windows: tuple[int, ...] = ()  # by layer: tokens that a query sees, its own included; 0: all
+    norms: tuple[str, str, str, str] = PRE_NORMS
+    norm_offset: float = 0.0  # added to every norm's weight
+    activation: str = "silu"  # of the MLP's gate, or "gelu_tanh"
+    embed_scale: float = 1.0  # of what a token enters with
+    query_scale: float = 0.0  # of query times key; 0: head_dim^-1/2
+
+    @property
+    def scale(self) -> float:
+        """Of query times key."""
+        return self.query_scale or self.head_dim**-0.5
+
+    def rope_of(self, layer: int) -> RopeSpec:
+        return self.ropes[layer] if self.ropes else self.rope
+
+    def all_ropes(self) -> tuple[RopeSpec, ...]:
+        """Each that some layer has, once."""
+        return tuple(dict.fromkeys(self.ropes)) or (self.rope,)
+
+    def window_of(self, layer: int) -> int:
+        return self.windows[layer] if self.windows else 0
 
     @property
     def num_groups(self) -> int:
@@ -116,14 +156,46 @@ class ModelSpec:
         it has no gradient of its own."""
         matrices = self.num_layers * self.layer_params_active() + self.vocab * self.hidden
         width = self.num_heads * self.head_dim
-        attention = self.num_layers * width * sum(6.0 * n * n for n in lengths)
+        attention = width * sum(
+            6.0 * _pairs(n, self.window_of(i)) for i in range(self.num_layers) for n in lengths
+        )
         per_token = 4.0 * matrices + 6.0 * adapter_params if adapter_params else 6.0 * matrices
         return per_token * sum(lengths) + attention
 
 
-def read_rope(config: Mapping[str, Any], trained: int, where: str) -> RopeSpec:
-    """RoPE settings from either spelling: `rope_parameters`, or `rope_theta` + `rope_scaling`."""
-    merged = {"rope_theta": config.get("rope_theta", 10_000.0)}
+def _pairs(length: int, window: int) -> int:
+    """Twice the (query, key) pairs of a document, a query with itself counted half."""
+    beyond = max(0, length - window) if window else 0
+    return length * length - beyond * beyond
+
+
+def read_windows(
+    config: Mapping[str, Any], default: Sequence[str], window: int | None, where: str
+) -> tuple[int, ...]:
+    """What each layer sees, by `layer_types`, or `default` where the file has none."""
+    types = list(config.get("layer_types") or default)[: int(config.get("num_hidden_layers", 0))]
+    if other := sorted({*types} - {"full_attention", "sliding_attention"}):
+        raise NotSupported(f"{where}: attention of the type {other[0]!r} is not supported")
+    if "sliding_attention" not in types:
+        return ()
+    if not window or len(types) < int(config["num_hidden_layers"]):
+        raise UserError(f"{where}: layer_types do not fit num_hidden_layers and sliding_window")
+    return tuple(int(window) if kind == "sliding_attention" else 0 for kind in types)
+
+
+def read_rope(
+    config: Mapping[str, Any],
+    trained: int,
+    where: str,
+    theta: float = 10_000.0,
+    share: float | None = None,
+) -> RopeSpec:
+    """RoPE settings from either spelling: `rope_parameters`, or `rope_theta` + `rope_scaling`.
+    `theta`, `share`: where the file is silent. A family without `share` rotates whole heads."""
+    merged = {"rope_theta": config.get("rope_theta") or theta}
+    if share is not None:
+        given = config.get("partial_rotary_factor")
+        merged["partial_rotary_factor"] = share if given is None else given
     merged |= config.get("rope_scaling") or {}
     merged |= config.get("rope_parameters") or {}
     kind = merged.get("rope_type") or merged.get("type") or "default"
@@ -132,11 +204,11 @@ def read_rope(config: Mapping[str, Any], trained: int, where: str) -> RopeSpec:
             f"{where}: rope type 'dynamic' changes old keys as a text grows, which a KV cache "
             "cannot follow; use 'yarn', 'linear' or 'llama3'"
         )
-    if kind not in ("default", "linear", "llama3", "yarn"):
+    if kind not in ("default", "linear", "llama3", "yarn", "longrope"):
         raise NotSupported(
-            f"{where}: unknown rope type {kind!r}; known: default, linear, llama3, yarn"
+            f"{where}: unknown rope type {kind!r}; known: default, linear, llama3, yarn, longrope"
         )
-    return RopeSpec(
+    rope = RopeSpec(
         theta=float(merged["rope_theta"]),
         kind=kind,
         factor=float(merged.get("factor") or 1.0),
@@ -153,7 +225,28 @@ def read_rope(config: Mapping[str, Any], trained: int, where: str) -> RopeSpec:
         mscale=float(merged.get("mscale") or 0.0),
         mscale_all_dim=float(merged.get("mscale_all_dim") or 0.0),
         truncate=bool(merged.get("truncate", True)),
+        share=1.0 if share is None else float(merged["partial_rotary_factor"]),
     )
+    return rope if kind != "longrope" else _longrope(rope, config, merged, trained, where)
+
+
+def _longrope(
+    rope: RopeSpec, config: Mapping[str, Any], merged: Mapping[str, Any], trained: int, where: str
+) -> RopeSpec:
+    """The factors of texts as long as those of the pre-training."""
+    if not (short := merged.get("short_factor")):
+        raise UserError(f"{where}: rope type 'longrope' without short_factor")
+    original = int(config.get("original_max_position_embeddings") or rope.context_original)
+    factor = float(merged.get("factor") or trained / original)
+    return replace(rope, factor=factor, context_original=original, short_factors=tuple(short))
+
+
+def rope_of_type(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """The config as layers of the type `kind` have it, where the types' rotary positions differ:
+    `rope_scaling` is that of layers that see all."""
+    own = (config.get("rope_parameters") or {}).get(kind)
+    scaling = config.get("rope_scaling") if kind == "full_attention" else None
+    return {**config, "rope_parameters": own, "rope_scaling": scaling}
 
 
 def dense_spec(
@@ -163,10 +256,12 @@ def dense_spec(
     *,
     head_dim: int = 0,
     context: int = 2048,
+    theta: float = 10_000.0,
     **own: Any,
 ) -> ModelSpec:
     """The fields every family shares. Where the file is silent, a head has `head_dim` numbers (0:
-    hidden size over heads) and a text `context` tokens. `own` are further fields of the family."""
+    hidden size over heads), a text `context` tokens and rotary positions the base `theta`. `own`
+    are further fields of the family, which may replace any."""
     needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     if missing := [key for key in needed if key not in config]:
         raise UserError(f"{where}: config.json lacks {', '.join(missing)}")
@@ -175,28 +270,39 @@ def dense_spec(
     hidden = int(config["hidden_size"])
     if num_heads % num_kv_heads:
         raise UserError(f"{where}: {num_heads} heads cannot share {num_kv_heads} key-value heads")
-    if config.get("hidden_act", "silu") != "silu":
+    if "activation" not in own and config.get("hidden_act", "silu") != "silu":
         raise NotSupported(f"{where}: hidden_act {config['hidden_act']!r}; the engine knows silu")
-    if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
+    asked = config.get("use_sliding_window") or "sliding_attention" in (
+        config.get("layer_types") or ()
+    )
+    if "windows" not in own and asked:
         raise NotSupported(f"{where}: sliding-window attention is not supported; set it off")
     context_max = int(config.get("max_position_embeddings") or context)
-    return ModelSpec(
-        family=family,
-        vocab=int(config["vocab_size"]),
-        hidden=hidden,
-        intermediate=int(config.get("intermediate_size") or 0),
-        num_layers=int(config["num_hidden_layers"]),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=int(config.get("head_dim") or head_dim or hidden // num_heads),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope=read_rope(config, context_max, where),
-        tied=bool(config.get("tie_word_embeddings", False)),
-        context_max=context_max,
-        eos_ids=eos_ids_of(config),
-        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
-        **own,
-    )
+    rope = own.pop("rope", None) or read_rope(config, context_max, where, theta)
+    head_dim = int(config.get("head_dim") or head_dim or hidden // num_heads)
+    if (width := rope.width(head_dim)) % 2 or head_dim % 2 or width > head_dim:
+        raise NotSupported(f"{where}: {width} of a head's {head_dim} numbers cannot be rotated")
+    if (factors := len(rope.short_factors)) not in (0, width // 2):
+        raise UserError(f"{where}: short_factor has {factors} numbers, not {width // 2}")
+    if rope.kind == "longrope":  # a longer text would have other factors, its first tokens too
+        context_max = min(context_max, rope.context_original)
+    fields: dict[str, Any] = {
+        "family": family,
+        "vocab": int(config["vocab_size"]),
+        "hidden": hidden,
+        "intermediate": int(config.get("intermediate_size") or 0),
+        "num_layers": int(config["num_hidden_layers"]),
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "tied": bool(config.get("tie_word_embeddings", False)),
+        "context_max": context_max,
+        "rope": rope,
+        "eos_ids": eos_ids_of(config),
+        "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+    }
+    return ModelSpec(**fields | own)
 
 
 def eos_ids_of(config: Mapping[str, Any]) -> tuple[int, ...]:

@@ -383,31 +383,27 @@ class GroupAudit(Checker):
         params, prompt = self.books.params, action.prompt
         name, failed = f"prompt {prompt}", self.failed.pop(prompt, [])
         group, losses = failed[-1] if failed else (None, 0)
-        self.check(
-            group == action.group,
-            C2,
-            name,
-            f"set aside for group {action.group}, which did not fail last",
-        )
-        self.check(prompt not in self.set_aside, C2, name, "set aside twice")
-        self.check(
-            len(failed) == action.failures,
-            C2,
-            name,
-            f"{len(failed)} of its groups failed, not {action.failures}",
-        )
-        self.check(
-            not action.kills or losses >= params.attempts_max,
-            C2,
-            name,
-            f"set aside after {losses} lost instances that it had alone"
-            f", {params.attempts_max} are needed",
-        )
-        self.check(
-            action.kills or 0 < params.group_failures_max <= len(failed),
-            C2,
-            name,
-            f"set aside after {len(failed)} failed groups, {params.group_failures_max} are needed",
-        )
-        self.check(action.reason, C2, name, "set aside without a reason")
+        for holds, message in (
+            (
+                group == action.group,
+                f"set aside for group {action.group}, which did not fail last",
+            ),
+            (prompt not in self.set_aside, "set aside twice"),
+            (
+                len(failed) == action.failures,
+                f"{len(failed)} of its groups failed, not {action.failures}",
+            ),
+            (
+                not action.kills or losses >= params.attempts_max,
+                f"set aside after {losses} lost instances that it had alone"
+                f", {params.attempts_max} are needed",
+            ),
+            (
+                action.kills or 0 < params.group_failures_max <= len(failed),
+                f"set aside after {len(failed)} failed groups, {params.group_failures_max} are "
+                "needed",
+            ),
+            (action.reason, "set aside without a reason"),
+        ):
+            self.check(holds, C2, name, message)
         self.set_aside[prompt] = action.reason

@@ -156,39 +156,29 @@ class StepAudit(Checker):
 
     def on_close(self, action: act.CloseStep) -> None:
         name, size = f"step {action.step}", self.books.force(action.step).batch_groups
-        self.check(
-            action.step == self.books.committed,
-            BATCH,
-            name,
-            f"closed while {self.books.committed} is next",
-        )
-        self.check(
-            len(action.groups) == size and len(set(action.groups)) == size,
-            BATCH,
-            name,
-            f"closed with {len(action.groups)} groups, not {size}",
-        )
         odd = sorted(set(self.fed) ^ set(action.groups)) or list(action.groups)
-        self.check(
-            tuple(self.fed) == action.groups,
-            BATCH,
-            name,
-            f"closed is not what was fed: groups {odd[:5]}",
-        )
-        self.check(
-            self.closed is None or self.closed == action.groups,
-            BATCH,
-            name,
-            "closed again with other groups",
-        )
         per_update = [*self.fed.values()]
         counts = {per_update.count(update) for update in set(per_update)}
-        self.check(
-            len(counts) <= 1 and per_update == sorted(per_update),
-            BATCH,
-            name,
-            "its optimizer updates have unequal shares",
-        )
+        for holds, message in (
+            (action.step == self.books.committed, f"closed while {self.books.committed} is next"),
+            (
+                len(action.groups) == size and len(set(action.groups)) == size,
+                f"closed with {len(action.groups)} groups, not {size}",
+            ),
+            (
+                tuple(self.fed) == action.groups,
+                f"closed is not what was fed: groups {odd[:5]}",
+            ),
+            (
+                self.closed is None or self.closed == action.groups,
+                "closed again with other groups",
+            ),
+            (
+                len(counts) <= 1 and per_update == sorted(per_update),
+                "its optimizer updates have unequal shares",
+            ),
+        ):
+            self.check(holds, BATCH, name, message)
         self.closed, self.close_sent = action.groups, True
 
     def on_accepted(self, event: ev.BatchAccepted) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from dora_rl.config import EvaluationConfig
+from dora_rl.io.append_log import replace_text
 from dora_rl.types import Prompt, UserError, Version
 
 SCORES = ["greedy", "sampled", "pass_at_k", "tail_greedy", "tail_sampled", "best_of_k"]
@@ -196,9 +197,7 @@ class TailPrompts:
             self.indexes = _last_tenth([sheet.greedy_tokens for sheet in sheets])
             kept = {"tail": self.indexes, "version": version, "prompts": self._prompts}
             if self._path is not None:
-                temporary = self._path.with_suffix(".tmp")
-                temporary.write_text(json.dumps(kept) + "\n")
-                temporary.replace(self._path)
+                replace_text(self._path, json.dumps(kept) + "\n")
         return self.indexes
 
 

@@ -99,7 +99,7 @@ class FileLog:
         self.number = 0  # of the next entry
         self._in_segment = 0
         self._digest = ""  # of the last line written
-        self._file: AppendLog | None = None
+        self._file: AppendLog  # opened by `create`, `resume` and `snapshot`
         # What the entries rely on is on disk before they are.
         self.before_sync: Callable[[], None] = lambda: None
 
@@ -129,7 +129,6 @@ class FileLog:
         self._write(_entry_body(Entry(self.number, now, event, list(actions))))
         self.number += 1
         self._in_segment += 1
-        assert self._file is not None
         if self._file.unsynced_s() >= self._fsync_s or isinstance(event, SYNCED):
             self.sync()
 
@@ -144,22 +143,18 @@ class FileLog:
         self.sync()
 
     def sync(self) -> None:
-        assert self._file is not None
         self.before_sync()
         self._file.sync()
 
     def close(self) -> None:
-        if self._file is not None:
-            self.sync()
-            self._file.close()
-            self._file = None
+        self.sync()
+        self._file.close()
 
     def _open(self, number: int) -> None:
         self._file = AppendLog(self.folder / f"{number:012d}.jsonl", new=True)
         self._in_segment = 0
 
     def _write(self, body: bytes) -> None:
-        assert self._file is not None
         body, digest = chained(self._digest, body)
         self._file.append(checked(body))
         self._digest = digest
@@ -182,7 +177,7 @@ class MemoryLog:
         return False
 
     def snapshot(self, now: float, state: State) -> None:
-        del now, state
+        """Never due."""
 
 
 def read(folder: Path, chain: ChainCheck | None = None) -> Iterator[Entry | Snapshot]:

@@ -8,12 +8,12 @@ requests running. Matplotlib is imported when a picture is drawn.
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dora_rl.io.append_log import read_lines
 from dora_rl.observe.history import History, read_history
 from dora_rl.observe.placements import coverage
 from dora_rl.user_code import require
@@ -69,8 +69,7 @@ def draw_run(run: Path, path: Path | None = None, *, only: str | None = None) ->
 
 
 def _metrics(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    path = run / "metrics.jsonl"
-    lines = [json.loads(line) for line in (path.read_text() if path.is_file() else "").splitlines()]
+    lines = [*read_lines(run / "metrics.jsonl")]
     steps = [line for line in lines if "step" in line]
     return steps, [line for line in lines if "step" not in line]
 
@@ -257,8 +256,8 @@ def _versions_legend(axis: Any, versions: list[int]) -> None:
     if len(versions) <= num:
         labels = {v % num: f"v{v}" for v in versions}
     handles: list[Any] = [Patch(color=VERSIONS[c], label=text) for c, text in labels.items()]
-    handles.append(Patch(color=PALE, label="idle"))
-    handles.append(Line2D([], [], color=INK, lw=1, marker=">", markersize=3, label="migration"))
+    arrow = Line2D([], [], color=INK, lw=1, marker=">", markersize=3, label="migration")
+    handles += [Patch(color=PALE, label="idle"), arrow]
     place = {"loc": "lower right", "bbox_to_anchor": (1, 1.0)}
     axis.legend(handles=handles, ncols=len(handles), frameon=False, fontsize=7.5,
                 handlelength=1.0, columnspacing=0.9, borderaxespad=0.2, **place)  # fmt: skip

@@ -98,10 +98,8 @@ class ModelReward(Reward):
                 ).logits.float()
         except (RuntimeError, ValueError, IndexError) as error:
             return [ScoreError(f"raised {one_line(error)}")] * len(items)
-        if logits.shape[-1] > 1:
-            values = logits.softmax(-1)[:, self._label]
-        else:
-            values = logits[:, 0].sigmoid() if self._squash else logits[:, 0]
+        only = logits[:, 0].sigmoid() if self._squash else logits[:, 0]
+        values = logits.softmax(-1)[:, self._label] if logits.shape[-1] > 1 else only
         return [read_score(value) for value in values.tolist()]
 
     def _text(self, item: ScoreItem) -> str:

@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from dora_rl.rewards.sandbox import values
 from dora_rl.rewards.sandbox.limits import Answer, Ask
-from dora_rl.rewards.unfolding import Inside, unfolded
+from dora_rl.rewards.unfolding import Inside, nodes_of, unfolded
 
 Answers = Sequence[Answer | None]
 Verdict = Callable[[Answers], Any]  # a value, from the answers to a question's asks
@@ -179,7 +179,7 @@ def question(test: str) -> Question:
         found = _judged(statements, frozenset())
         if found is None or not found.asks:
             # `assert max(1, 2) == 2`: what is tested is the program's own `max`.
-            called = (node.func for node in _nodes(statements) if isinstance(node, ast.Call))
+            called = (node.func for node in nodes_of(statements) if isinstance(node, ast.Call))
             names = frozenset(func.id for func in called if isinstance(func, ast.Name))
             found = _judged(statements, names) or found
         if found is not None:
@@ -205,10 +205,6 @@ def call_question(code: str, accepted: Sequence[object]) -> Question:
         return any(made == wanted for wanted in accepted)
 
     return Question((Ask(code),), verdict, True)
-
-
-def _nodes(statements: Iterable[ast.stmt]) -> Iterable[ast.AST]:
-    return (node for statement in statements for node in ast.walk(statement))
 
 
 def _given(answers: Answers, index: int) -> Any:

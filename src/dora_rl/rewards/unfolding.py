@@ -40,7 +40,7 @@ def _inlined(body: Sequence[ast.stmt]) -> list[ast.stmt]:
                 made += _body_of(functions[name], given, len(made))
             case _:
                 made.append(statement)
-    if any(isinstance(node, ast.Name) and node.id in functions for node in _walk(made)):
+    if any(isinstance(node, ast.Name) and node.id in functions for node in nodes_of(made)):
         raise Inside
     return made
 
@@ -53,7 +53,7 @@ def _body_of(function: ast.FunctionDef, given: list[ast.expr], number: int) -> l
     if any((*odd, arguments.defaults, function.decorator_list)) or len(names) != len(given):
         raise Inside
     inner = (ast.Return, ast.Global, ast.Nonlocal, ast.Lambda, ast.FunctionDef, ast.NamedExpr)
-    nodes = list(_walk(function.body))
+    nodes = list(nodes_of(function.body))
     if any(isinstance(node, (*inner, ast.ClassDef)) for node in nodes):
         raise Inside
     stored = {node.id for node in nodes if isinstance(node, ast.Name) and _stores(node)}
@@ -78,7 +78,7 @@ def _stores(name: ast.Name) -> bool:
     return isinstance(name.ctx, ast.Store)
 
 
-def _walk(statements: Iterable[ast.stmt]) -> Iterable[ast.AST]:
+def nodes_of(statements: Iterable[ast.stmt]) -> Iterable[ast.AST]:
     return (node for statement in statements for node in ast.walk(statement))
 
 

@@ -11,11 +11,12 @@ import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Protocol
 
 from dora_rl.chat.access import Access
 from dora_rl.chat.app import make_app
 from dora_rl.chat.conversation import ChatTemplate
-from dora_rl.chat.http import BACKLOG, Bodies, HttpServer, http_server
+from dora_rl.chat.http import BACKLOG, Bodies, HttpServer, http_server, tcp_socket
 from dora_rl.chat.requests import ApiError
 from dora_rl.engine.engine import Engine
 from dora_rl.io.connection import is_loopback
@@ -45,7 +46,7 @@ class ModelServer:
     ) -> None:
         self._options, self._model, self._say = options, model, say
         self._template = ChatTemplate(tokenizer, options.chat_template)
-        self._socket = _bind(options.host, options.port)
+        self._socket = bind(options.host, options.port)
         self.port = int(self._socket.getsockname()[1])
         self._bodies = Bodies(options.http)
         self._http: HttpServer | None = None
@@ -170,7 +171,14 @@ class ModelServer:
         self._say(f"version {found.version} is live{rest}")
 
 
-def serve_until_signal(server: ModelServer, ready: Callable[[EngineService], None]) -> None:
+class Runs(Protocol):
+    """A server; `ready` is called once it can be asked."""
+
+    async def run(self, ready: Callable[[Any], None]) -> None: ...
+    def stop(self) -> None: ...
+
+
+def serve_until_signal(server: Runs, ready: Callable[[Any], None]) -> None:
     """Run until SIGINT or SIGTERM."""
 
     async def main() -> None:
@@ -182,9 +190,9 @@ def serve_until_signal(server: ModelServer, ready: Callable[[EngineService], Non
     asyncio.run(main())
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock = tcp_socket(family)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))

@@ -15,10 +15,7 @@ _FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.py"]
 
 def with_local_model(config: RunConfig) -> RunConfig:
     """The configuration with a directory in the place of a hub id."""
-    path = local_model(config.model.path)
-    if path == config.model.path:
-        return config
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+    return config.changed("model", path=local_model(config.model.path))
 
 
 def local_model(name: str) -> str:

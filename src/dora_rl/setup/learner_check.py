@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from dora_rl.config import AlgorithmConfig, RunConfig, TrainerConfig
 from dora_rl.config.section import choose
 from dora_rl.model.directory import check_files, read_spec
-from dora_rl.model.names import ATTENTION_LAYERS, LINEAR_LAYERS
+from dora_rl.model.names import LINEAR_LAYERS, places_of
 from dora_rl.model.spec import NotSupported
 from dora_rl.setup.token_ids import first_difference
 from dora_rl.trainer.checks import check_attention, check_published, check_trainer
@@ -121,14 +121,13 @@ def check_learner_device(config: RunConfig, device: str) -> None:
 def _check_adapters(config: RunConfig, trainer: TrainerConfig) -> None:
     if not trainer.lora_rank:
         return
-    spec = read_spec(config.model.path)
-    dense = spec.moe is None or len(spec.moe.sparse_layers) < spec.num_layers
     # The layers of the blocks: neither learner nor instances have an adapter for the output matrix.
-    known = LINEAR_LAYERS if dense else ATTENTION_LAYERS
+    spec = read_spec(config.model.path)
+    known = tuple(dict.fromkeys(module.rpartition(".")[2] for module in places_of(spec)))
     for target in trainer.lora_targets:
         require(
             (
-                dense or target not in LINEAR_LAYERS or target in known,
+                spec.moe is None or target in known or target not in LINEAR_LAYERS,
                 f"trainer.lora_targets: {target} is a layer of the experts here, and those carry "
                 f"no adapters; name layers of attention: {', '.join(known)}",
             )
@@ -173,6 +172,8 @@ def describe_experts(config: RunConfig, device: str) -> list[str]:
         on_gpu = trainer.router_replay == "auto" and config.rollout.backend == "native"
         hint = "; on a GPU set trainer.router_replay = 'on'" if on_gpu and device != "cpu" else ""
         lines = [f"experts: the learner's routers choose anew (no replay{hint})"]
+    elif config.rollout.speculation == "on" and device != "cpu":
+        lines += ["rollout.speculation: on a GPU nothing is guessed where experts are recorded"]
     if trainer.lora_rank:
         lines += ["experts and routers carry no adapters and stay as they are"]
     return lines

@@ -99,10 +99,9 @@ def look() -> Machine:
 def _memory_free(page: int) -> int:
     """With what the kernel would give back from its caches, where it says so."""
     info = Path("/proc/meminfo")
-    for line in info.read_text().splitlines() if info.is_file() else ():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * page
+    lines = info.read_text().splitlines() if info.is_file() else ()
+    there = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return next(there, os.sysconf("SC_AVPHYS_PAGES") * page)
 
 
 def _version(name: str) -> str | None:

@@ -171,10 +171,10 @@ def shelf_bytes(params: int, item_bytes: int) -> int:
 
 def adapter_params(spec: ModelSpec, rank: int) -> int:
     """Of LoRA on every linear layer of the blocks."""
-    heads = spec.num_heads * spec.head_dim
-    key = spec.num_kv_heads * spec.head_dim
-    wide = 2 * (spec.hidden + spec.intermediate) + (spec.intermediate + spec.hidden)
-    attention = (spec.hidden + heads) + 2 * (spec.hidden + key) + (heads + spec.hidden)
+    heads, hidden = spec.num_heads * spec.head_dim, spec.hidden
+    inputs = 1 if spec.fused_qkv else 3, 1 if spec.fused_gate_up else 2
+    attention = inputs[0] * hidden + spec.qkv_rows + (heads + hidden)
+    wide = inputs[1] * hidden + 2 * spec.intermediate + (spec.intermediate + hidden)
     return rank * spec.num_layers * (attention + wide)
 
 
@@ -200,17 +200,22 @@ def layer_bytes(spec: ModelSpec, compiled: bool = True, lora_rank: int = 0) -> i
     not compiled, what each norm scales too, and the sum alone. Attention: queries, keys and values
     as they are rotated, the mixed values, and in float32 a normaliser of each head; where queries
     and keys are normalised also before and after it. MLP: gate, up and their product; not compiled,
-    the activated gate too. The float32 norm of each row that is normalised.
+    the activated gate too. The float32 norm of each row that is normalised. A norm of what a half
+    adds keeps its input, and without one before the half its input is the sum.
     """
     heads, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     visited = spec.moe.top_k * spec.moe.intermediate if spec.moe else 0
     inner = max(spec.intermediate, visited)
-    rows, widths = 2, 3 if compiled else 4
-    states = 5 if compiled else 4 if lora_rank else 6  # norms of a frozen base have no gradient
+    before, after = (sum(map(bool, spec.norms[i::2])) for i in (0, 1))
+    rows, widths = before + after, 3 if compiled else 4
+    if compiled:
+        states = 2 + 3 * before // 2 + after
+    else:
+        states = 2 + (1 if lora_rank else 2) * rows  # norms of a frozen base have no gradient
     wide = states * spec.hidden + widths * inner + spec.qkv_rows + heads
     if spec.qk_norm:
-        wide += 2 * (heads + kv)
-        rows += spec.num_heads + spec.num_kv_heads
+        wide += (1 if spec.qk_norm_whole and compiled else 2) * (heads + kv)
+        rows += 2 if spec.qk_norm_whole else spec.num_heads + spec.num_kv_heads
     wide += 7 * lora_rank  # what lies between the two halves of each adapter
     return 2 * wide + 4 * (rows * (1 if compiled else 2) + spec.num_heads)
 

@@ -354,8 +354,7 @@ class Change(NamedTuple):
     more: str = ""
 
     def of(self, config: RunConfig) -> RunConfig:
-        part = getattr(config, self.section).model_copy(update={self.key: self.value})
-        return config.model_copy(update={self.section: part})
+        return config.changed(self.section, **{self.key: self.value})
 
     @property
     def text(self) -> str:

@@ -11,7 +11,6 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from dora_rl.config import DataSource, RewardConfig, RunConfig
 from dora_rl.controller.sinks import check_sinks
@@ -107,6 +106,7 @@ def check_columns(missing: Sequence[str], section: RewardConfig) -> None:
 def check_context(config: RunConfig, engine: EngineOptions, prompt_tokens: int) -> None:
     """A prompt and its response have room, the first one at least."""
     spec = read_spec(config.model.path)
+    engine.check_model(spec)
     context = engine.context_limit(spec.context_max)
     if prompt_tokens >= context:
         raise UserError(
@@ -172,7 +172,7 @@ def with_environments(config: RunConfig) -> RunConfig:
         )
         for label, source in zip(labels, config.data.train, strict=True)
     )
-    return config.model_copy(update={"data": config.data.model_copy(update={"train": mixed})})
+    return config.changed("data", train=mixed)
 
 
 def with_own_rows(config: RunConfig) -> RunConfig:
@@ -193,18 +193,15 @@ def with_own_rows(config: RunConfig) -> RunConfig:
     )
     # The prompt of a game says nothing of what it hides: all are alike.
     games = any(entry.name.startswith(("textarena:", "openenv:")) for entry in entries)
-    changes: dict[str, Any] = {"train": own, "eval": data.eval or own}
-    changes["check_disjoint"] = data.check_disjoint and not games
-    return config.model_copy(update={"data": data.model_copy(update=changes)})
+    disjoint = data.check_disjoint and not games
+    return config.changed("data", train=own, eval=data.eval or own, check_disjoint=disjoint)
 
 
 def with_pools(config: RunConfig, train: PromptSource) -> RunConfig:
     """The core is told by the configuration how many pools of prompts there are."""
     if not train.num_pools:
         return config
-    of_each = train.num_pools // len(train.sources)
-    data = config.data.model_copy(update={"curriculum_pools": of_each})
-    return config.model_copy(update={"data": data})
+    return config.changed("data", curriculum_pools=train.num_pools // len(train.sources))
 
 
 def choose_device(wanted: str, key: str = "runtime.device") -> str:

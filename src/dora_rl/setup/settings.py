@@ -64,8 +64,7 @@ def resolve(data: dict[str, Any], where: str) -> RunConfig:
     except ValidationError as error:
         raise UserError(f"{where}: {explain(RunConfig, error)}") from None
     if config.model.trust_remote_code:  # asked for once, it holds for tokenizer and learner
-        trainer = config.trainer.model_copy(update={"trust_remote_code": True})
-        config = config.model_copy(update={"trainer": trainer})
+        config = config.changed("trainer", trust_remote_code=True)
     core_params(config)
     return config
 

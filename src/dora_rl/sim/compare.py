@@ -32,6 +32,7 @@ from dora_rl.sim.hardware import NO_DRAFT
 from dora_rl.sim.presets import COLOCATED, Preset, mean_context, world_spec
 from dora_rl.sim.run import ModeResult, Timeline, run_mode
 from dora_rl.types import Mode, UserError
+from dora_rl.user_code import require
 
 T = TypeVar("T")
 
@@ -264,10 +265,16 @@ def compare(
     preset: Preset, modes: Sequence[Mode], options: CompareOptions, see: See | None = None
 ) -> Comparison:
     """Run every mode. Wrong input is refused before the first run starts."""
-    if options.log is not None and len(modes) != 1:
-        raise UserError("an event log is of one run; choose one --mode for --log")
-    if options.split is not None and all(mode in COLOCATED for mode in modes):
-        raise UserError("--split is for one_step_off and multi_version; the other modes use all")
+    require(
+        (
+            options.log is None or len(modes) == 1,
+            "an event log is of one run; choose one --mode for --log",
+        ),
+        (
+            options.split is None or not all(mode in COLOCATED for mode in modes),
+            "--split is for one_step_off and multi_version; the other modes use all",
+        ),
+    )
     for mode in modes:
         world_spec(preset, mode, options.seed, options.split).params.validate()
     flows = {mode.value: _flow(preset, mode, options) for mode in modes}

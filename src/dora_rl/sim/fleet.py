@@ -96,9 +96,7 @@ class SimInstance:
     def _pace(self) -> tuple[float, float]:
         """Seconds of the next token, and by how much each further one is longer. With speculation a
         step gives more than one; the drafts are as long as is quickest for this batch."""
-        if len(self._drafts) == 1:
-            return self._pace_with(self._drafts[0])
-        return min(self._pace_with(draft) for draft in self._drafts)
+        return min(map(self._pace_with, self._drafts))
 
     def _pace_with(self, draft: Draft) -> tuple[float, float]:
         n, tokens = len(self.running), self.cost.tokens_of(draft)

@@ -96,11 +96,9 @@ class SimLearner:
         if isinstance(action, act.RestartLearner):
             self.die()
             self.clock.after(5.0, self.rejoin)
-        elif not self.alive or isinstance(action, act.OptimizerRewound):
-            return
-        elif isinstance(action, act.Feed):
+        elif self.alive and isinstance(action, act.Feed):
             self._feed(action)
-        else:
+        elif self.alive and isinstance(action, act.CloseStep):
             self._close(action)
 
     def rejoin(self) -> None:

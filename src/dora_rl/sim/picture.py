@@ -165,16 +165,14 @@ def _gantts(
     span = _STEPS_SHOWN * max(result.step_s for result in charts)
     unit_s, unit = unit_of(span)
     shown: set[int] = set()
-    axes: Axes | None = None
-    for place, result in enumerate(charts, start=1):
-        axes = figure.add_subplot(grid[place, :])
+    parts = [figure.add_subplot(grid[place, :]) for place in range(1, 1 + len(charts))]
+    for axes, result in zip(parts, charts, strict=True):
         shown |= _gantt(
             axes, result, _steady_s(result, comparison.preset.warmup_steps) or begin, span, unit_s
         )
         axes.set_title(_chart_title(result), loc="left", fontsize=10.5, fontweight="bold")
         axes.set_xlim(0, span / unit_s)
-    assert axes is not None
-    axes.set_xlabel(
+    parts[-1].set_xlabel(
         f"{unit} after the warm-up steps;   one row per instance (a sample), colour: version, "
         "height: requests running"
     )

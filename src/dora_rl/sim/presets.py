@@ -6,7 +6,6 @@ split them between rollout and training (`rollout_devices`).
 
 from __future__ import annotations
 
-import difflib
 import heapq
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -32,6 +31,7 @@ from dora_rl.sim.hardware import (
 )
 from dora_rl.sim.world import WorldSpec
 from dora_rl.types import Mode, RequestId, UserError
+from dora_rl.user_code import hint, require
 
 COLOCATED = (Mode.SYNC, Mode.PARTIAL, Mode.REPLICATION)
 BATCHED = (Mode.SYNC, Mode.ONE_STEP_OFF, Mode.REPLICATION)  # a whole batch starts at once
@@ -75,15 +75,18 @@ class Preset:
 
     def validate(self) -> None:
         self.device.validate()
-        if self.num_devices < 2 * self.tensor_parallel:
-            raise UserError(
+        require(
+            (
+                self.num_devices >= 2 * self.tensor_parallel,
                 f"{self.name} needs at least {2 * self.tensor_parallel} GPUs "
-                f"(instances of {self.tensor_parallel}), not {self.num_devices}"
-            )
-        if self.max_staleness < 0:
-            raise UserError(f"max_staleness must be 0 or more, not {self.max_staleness}")
-        if self.num_steps <= self.warmup_steps:
-            raise UserError(f"num_steps must be more than the {self.warmup_steps} warm-up steps")
+                f"(instances of {self.tensor_parallel}), not {self.num_devices}",
+            ),
+            (self.max_staleness >= 0, f"max_staleness must be 0 or more, not {self.max_staleness}"),
+            (
+                self.num_steps > self.warmup_steps,
+                f"num_steps must be more than the {self.warmup_steps} warm-up steps",
+            ),
+        )
 
 
 # The paper does not name its serving engine: one of 2025, with CUDA graphs (`constants`).
@@ -155,10 +158,7 @@ PRESETS = {
 
 
 def preset_named(name: str) -> Preset:
-    if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(PRESETS)}"
-        raise UserError(f"unknown preset {name!r}; {hint}")
+    require((name in PRESETS, f"unknown preset {name!r}{hint(name, PRESETS)}"))
     return PRESETS[name]
 
 

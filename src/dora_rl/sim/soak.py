@@ -209,13 +209,16 @@ class Soak:
 
     def run(self) -> None:
         world, rates = self.world, self.faults.rates
-        self._every(rates.death_every_s, self._kill_instance)
-        self._every(rates.freeze_every_s, lambda: self._disturb("frozen"))
-        self._every(rates.slow_every_s, lambda: self._disturb("speed"))
-        self._every(rates.stall_every_s, lambda: self._disturb("stalled"))
-        self._every(rates.trainer_death_every_s, self._kill_learner)
-        self._every(rates.controller_death_every_s, self._kill_controller)
-        self._every(rates.host_loss_every_s, lambda: self._kill_controller(with_host=True))
+        for mean_s, what in (
+            (rates.death_every_s, self._kill_instance),
+            (rates.freeze_every_s, lambda: self._disturb("frozen")),
+            (rates.slow_every_s, lambda: self._disturb("speed")),
+            (rates.stall_every_s, lambda: self._disturb("stalled")),
+            (rates.trainer_death_every_s, self._kill_learner),
+            (rates.controller_death_every_s, self._kill_controller),
+            (rates.host_loss_every_s, lambda: self._kill_controller(with_host=True)),
+        ):
+            self._every(mean_s, what)
         world.clock.at(self.calm_s, self._calm_down)
         world.start()
         if not self._until_its_end().done:

@@ -9,7 +9,8 @@ one document at a time and is the oracle in the tests.
     sdpa     one SDPA call under a dense mask; short packs and unusual devices
     loop     one SDPA call per document
 
-Every backend takes q (P, Q, D), k and v (P, K, D) and gives (P, Q, D).
+Every backend takes q (P, Q, D), k and v (P, K, D) and gives (P, Q, D). A `window` is how many
+tokens of its document a query sees, its own included; 0: all before it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -63,11 +64,11 @@ class Layout:
         self.cu_lengths = send(cu_lengths.to(torch.int32), device)
         self._plans: dict[Any, Any] = {}
 
-    def plan(self, make: Callable[[Layout], _Plan]) -> _Plan:
+    def plan(self, make: Callable[..., _Plan], *how: int) -> _Plan:
         """What a backend derives from the layout, made on first use."""
-        if make not in self._plans:
-            self._plans[make] = make(self)
-        return self._plans[make]
+        if (make, how) not in self._plans:
+            self._plans[make, how] = make(self, *how)
+        return self._plans[make, how]
 
     def buckets(self) -> list[list[int]]:
         """Documents of similar length together, longest first."""
@@ -81,20 +82,42 @@ class Layout:
         return buckets
 
 
-Attend = Callable[[Tensor, Tensor, Tensor, Layout, float], Tensor]
+class Attend(Protocol):
+    """A backend."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, window: int = 0
+    ) -> Tensor: ...
 
 
-def attend_loop(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Tensor:
+def attend_loop(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, window: int = 0
+) -> Tensor:
     """One document at a time."""
     documents = zip(*(x.split(layout.lengths) for x in (q, k, v)), strict=True)
-    parts = [_sdpa(*document, scale=scale, is_causal=True) for document in documents]
+    parts = [_one_document(a, b, c, scale, window) for a, b, c in documents]
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Tensor:
+def _one_document(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
+    if not 0 < window < len(q):
+        return _sdpa(q, k, v, scale=scale, is_causal=True)
+    position = torch.arange(len(q), device=q.device)
+    return _sdpa(q, k, v, scale=scale, attn_mask=_sees(position, position, window))
+
+
+def _sees(position_Q: Tensor, position_K: Tensor, window: int) -> Tensor:
+    """(Q, K): which keys of its document a query sees."""
+    distance = position_Q[:, None] - position_K[None, :]
+    return (distance >= 0) & (distance < window) if window else distance >= 0
+
+
+def attend_sdpa(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, window: int = 0
+) -> Tensor:
     """One call under a dense block-diagonal causal mask."""
     d, p = layout.document_P, layout.position_P
-    mask = (d[:, None] == d[None, :]) & (p[:, None] >= p[None, :])
+    mask = (d[:, None] == d[None, :]) & _sees(p, p, window)
     return _sdpa(q, k, v, scale=scale, attn_mask=mask)
 
 
@@ -120,10 +143,12 @@ def _varlen() -> tuple[Callable[..., Tensor], bool]:
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters  # type: ignore[return-value]
 
 
-def attend_varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Tensor:
+def attend_varlen(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, window: int = 0
+) -> Tensor:
     """torch's own flash attention for packed documents."""
     attend, groups_heads = _varlen()
-    how: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
+    how: dict[str, Any] = {"scale": scale, "window_size": (window - 1, 0)}  # tokens before; -1: all
     if q.shape[1] != k.shape[1]:
         if groups_heads:
             how["enable_gqa"] = True
@@ -140,18 +165,24 @@ def _flex() -> tuple[Any, Any]:
     return torch.compile(flex_attention), torch.compile(create_block_mask)
 
 
-def _flex_mask(layout: Layout) -> Any:
+def _flex_mask(layout: Layout, window: int) -> Any:
     document, n = layout.document_P, layout.num_tokens
 
     def causal_document(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (document[q] == document[k]) & (q >= k)
 
-    return _flex()[1](causal_document, None, None, n, n, device=str(layout.device))
+    def windowed_document(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (document[q] == document[k]) & (q >= k) & (q - k < window)
+
+    sees = windowed_document if window else causal_document
+    return _flex()[1](sees, None, None, n, n, device=str(layout.device))
 
 
-def attend_flex(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Tensor:
+def attend_flex(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, window: int = 0
+) -> Tensor:
     """flex_attention under a document mask."""
-    mask = layout.plan(_flex_mask)
+    mask = layout.plan(_flex_mask, window)
     return _with_heads_first(_flex()[0], q, k, v, block_mask=mask, scale=scale)
 
 
@@ -223,13 +254,18 @@ class BlockPlan:
         return Gather(torch.cat(into), back)
 
 
-def _query_blocks(length: int) -> list[tuple[int, int]]:
-    return [(at, min(at + _QUERY_BLOCK, length)) for at in range(0, length, _QUERY_BLOCK)]
+def _query_blocks(length: int, window: int) -> list[tuple[int, int, int]]:
+    """Queries [start, end) and the first key that any of them sees."""
+    starts = range(0, length, _QUERY_BLOCK)
+    firsts = (max(0, start - window + 1) if window else 0 for start in starts)
+    return [(s, min(s + _QUERY_BLOCK, length), k) for s, k in zip(starts, firsts, strict=True)]
 
 
-def _causal_mask(rows: int, keys: int, repeat: int) -> Tensor:
-    """0 where a query of the block may look, −inf after it; query heads stacked `repeat` times."""
+def _causal_mask(rows: int, keys: int, repeat: int, window: int) -> Tensor:
+    """0 where a query of the block may look, −inf elsewhere; query heads stacked `repeat` times."""
     mask = torch.full((rows, keys), float("-inf")).triu_(keys - rows + 1)
+    if window:
+        mask += torch.full((rows, keys), float("-inf")).tril_(keys - rows - window)
     return mask.repeat(repeat, 1) if repeat > 1 else mask
 
 
@@ -237,7 +273,9 @@ class BlockedAttention(torch.autograd.Function):
     """softmax(q·kᵀ·scale + causal)·v per document; keeps the probabilities for the way back."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float, window: int
+    ) -> Tensor:
         heads, groups, d = q.shape[1], k.shape[1], q.shape[2]
         wide, narrow = plan.gather(heads), plan.gather(groups)
         qf = q.reshape(-1, d).index_select(0, wide.into)
@@ -247,15 +285,15 @@ class BlockedAttention(torch.autograd.Function):
         for bucket in plan.buckets:
             qb, ob = (bucket.rows(x, heads, groups) for x in (qf, of))
             kb, vb = (bucket.rows(x, groups, groups)[:, 0] for x in (kf, vf))
-            for start, end in _query_blocks(bucket.length):
+            for start, end, low in _query_blocks(bucket.length, window):
                 rows = qb[:, :, start:end].reshape(kb.shape[0], -1, d)
-                mask = _causal_mask(end - start, end, heads // groups)
-                s = torch.baddbmm(mask, rows, kb[:, :end].transpose(1, 2), alpha=scale)
+                mask = _causal_mask(end - start, end - low, heads // groups, window)
+                s = torch.baddbmm(mask, rows, kb[:, low:end].transpose(1, 2), alpha=scale)
                 shares.append(s.softmax(-1))
-                mixed = torch.bmm(shares[-1], vb[:, :end])
+                mixed = torch.bmm(shares[-1], vb[:, low:end])
                 ob[:, :, start:end] = mixed.view(kb.shape[0], -1, end - start, d)
         ctx.save_for_backward(qf, kf, vf, *shares)
-        ctx.plan, ctx.scale, ctx.shape = plan, scale, (heads, groups, d)
+        ctx.plan, ctx.scale, ctx.window, ctx.shape = plan, scale, window, (heads, groups, d)
         return of.index_select(0, wide.back).view(q.shape)
 
     @staticmethod
@@ -270,34 +308,41 @@ class BlockedAttention(torch.autograd.Function):
         for bucket in ctx.plan.buckets:
             qb, gb, gqb = (bucket.rows(x, heads, groups) for x in (qf, gf, gq))
             kb, vb, gkb, gvb = (bucket.rows(x, groups, groups)[:, 0] for x in (kf, vf, gk, gv))
-            for start, end in _query_blocks(bucket.length):
+            for start, end, low in _query_blocks(bucket.length, ctx.window):
                 share = next(at)
                 rows, g = (x[:, :, start:end].reshape(kb.shape[0], -1, d) for x in (qb, gb))
-                gvb[:, :end].baddbmm_(share.transpose(1, 2), g)
+                gvb[:, low:end].baddbmm_(share.transpose(1, 2), g)
                 gs = torch.ops.aten._softmax_backward_data(
-                    torch.bmm(g, vb[:, :end].transpose(1, 2)), share, -1, share.dtype
+                    torch.bmm(g, vb[:, low:end].transpose(1, 2)), share, -1, share.dtype
                 )
                 gqb[:, :, start:end] = (
-                    torch.bmm(gs, kb[:, :end]).mul_(ctx.scale).view(kb.shape[0], -1, end - start, d)
+                    torch.bmm(gs, kb[:, low:end])
+                    .mul_(ctx.scale)
+                    .view(kb.shape[0], -1, end - start, d)
                 )
-                gkb[:, :end].baddbmm_(gs.transpose(1, 2), rows, alpha=ctx.scale)
+                gkb[:, low:end].baddbmm_(gs.transpose(1, 2), rows, alpha=ctx.scale)
         back = (
             x.index_select(0, g.back).view(-1, h, d)
             for x, g, h in ((gq, wide, heads), (gk, narrow, groups), (gv, narrow, groups))
         )
-        return (*back, None, None)
+        return (*back, None, None, None)
 
 
-def attend_blocks(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Tensor:
+def attend_blocks(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, window: int = 0
+) -> Tensor:
     """Batched products over documents of similar length, query block by query block."""
-    return BlockedAttention.apply(q, k, v, layout.plan(BlockPlan), scale)  # type: ignore[return-value]
+    plan = layout.plan(BlockPlan)
+    return BlockedAttention.apply(q, k, v, plan, scale, window)  # type: ignore[return-value]
 
 
-def attend_cpu(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Tensor:
+def attend_cpu(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, window: int = 0
+) -> Tensor:
     """`blocks`, unless a document is long or the numbers are not float32."""
     if layout.length_max > _BLOCKS_LENGTH_MAX or q.dtype != torch.float32:
-        return attend_loop(q, k, v, layout, scale)
-    return attend_blocks(q, k, v, layout, scale)
+        return attend_loop(q, k, v, layout, scale, window)
+    return attend_blocks(q, k, v, layout, scale, window)
 
 
 BACKENDS: dict[str, Attend] = {

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -134,10 +135,9 @@ def _messages(row: dict[str, Any], tokenizer: Tokenizer, where: str) -> Document
     more = {"tools": row["tools"]} if row.get("tools") else {}
     if _MARKED.search(str(getattr(tokenizer, "chat_template", ""))):
         return _as_marked(tokenizer, messages, where, more)
-    parts: list[tuple[Sequence[int], bool]] = []
-    for text, trained in _turns(tokenizer, messages, spoken, where, more):
-        parts.append((tokenizer.encode(text, add_special_tokens=False), trained))
-    return _document(parts)
+    turns = _turns(tokenizer, messages, spoken, where, more)
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    return _document([(encode(text), trained) for text, trained in turns])
 
 
 def _turns(

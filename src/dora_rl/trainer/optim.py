@@ -15,6 +15,7 @@ from dora_rl.config import TrainerConfig
 from dora_rl.trainer.checkpoints.finite import check_moments
 from dora_rl.trainer.checks import check_trainer
 from dora_rl.trainer.distributed import gathered, like_shard
+from dora_rl.trainer.policy.lora import name_now
 
 
 def learning_rate(options: TrainerConfig, update: int, lr: float | None = None) -> float:
@@ -61,6 +62,13 @@ class Optimizer:
     def parameters(self) -> Iterable[nn.Parameter]:
         return self.named.values()
 
+    def retune(self, options: TrainerConfig) -> None:
+        """Other rates from the next update on; the moments stay."""
+        self.options, self.base_lr = options, options.lr
+        for group in self.adamw.param_groups:
+            decay = options.weight_decay if group["params"][0].dim() >= 2 else 0.0
+            group |= {"betas": options.betas, "eps": options.eps, "weight_decay": decay}
+
     def zero_grad(self) -> None:
         self.adamw.zero_grad(set_to_none=True)
 
@@ -106,7 +114,7 @@ class Optimizer:
         check_moments(tensors)
         for key, value in tensors.items():
             name, _, kind = key.rpartition(":")
-            p = self.named[name]
+            p = self.named[name_now(name, self.named)]
             # The fused kernel wants the step count as float32 on the parameter's device.
             state = value.to(device=p.device, dtype=torch.float32)
             self.adamw.state[p][kind] = state if kind == "step" else like_shard(state, p)

@@ -264,8 +264,6 @@ def layer_order(names: Sequence[str]) -> list[str]:
 
     def place(i: int) -> tuple[int, int]:
         layer = layers[i]
-        if layer is None:
-            return (0, 0) if i < first else (2, 0)
-        return (1, layer)
+        return (1, layer) if layer is not None else (0 if i < first else 2, 0)
 
     return [names[i] for i in sorted(range(len(names)), key=place)]

@@ -222,9 +222,8 @@ class DeviceMemory:
 
     @staticmethod
     def is_here() -> bool:
-        if not torch.cuda.is_available() or find_spec("cuda") is None:
-            return False
-        return find_spec("cuda.bindings") is not None
+        has_cuda = torch.cuda.is_available() and find_spec("cuda") is not None
+        return has_cuda and find_spec("cuda.bindings") is not None
 
     def device(self) -> str:
         return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)

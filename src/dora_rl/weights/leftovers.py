@@ -79,16 +79,14 @@ def _remove(root: Path, now_s: float) -> int:
         shutil.rmtree(transfer_of(root), ignore_errors=True)
         run_dir = os.pread(handle, 4096, 0).decode(errors="replace")
         kept = _only_here(root, Path(run_dir), now_s) if run_dir else set[str]()
-        if not kept:
-            num_bytes = _num_bytes(root)
-            shutil.rmtree(root, ignore_errors=True)
-            return num_bytes
-        gone = [
-            entry
-            for folder in (root, root / "masters")
-            for entry in (folder.iterdir() if folder.is_dir() else ())
-            if entry.is_dir() and entry.name not in {*kept, "masters"}
-        ]
+        gone = [root]
+        if kept:
+            gone = [
+                entry
+                for folder in (root, root / "masters")
+                for entry in (folder.iterdir() if folder.is_dir() else ())
+                if entry.is_dir() and entry.name not in {*kept, "masters"}
+            ]
         num_bytes = sum(map(_num_bytes, gone))
         for entry in gone:
             shutil.rmtree(entry, ignore_errors=True)

@@ -97,9 +97,8 @@ def _copy(
     try:
         copy_version(source, target, version, wait)
     except VersionExists:
-        if target.checksum(version) != source.checksum(version):
-            target.retire(version)  # what a life left that ended before it sealed this version
-            copy_version(source, target, version, wait)
+        target.retire(version)  # what a life left that ended before it sealed this version
+        copy_version(source, target, version, wait)
 
 
 def lost_version(shared: Level, disk: Level, committed: Version, checksum: str) -> bool:

@@ -51,15 +51,14 @@ def problem_of(path: Path) -> str:
         found = path.lstat()
     except FileNotFoundError:
         return ""
-    if stat.S_ISLNK(found.st_mode):
-        return "it is a symbolic link"
-    if found.st_uid != os.geteuid():
-        return f"it belongs to user {found.st_uid}"
-    if not stat.S_ISDIR(found.st_mode) and not stat.S_ISREG(found.st_mode):
-        return "it is neither a folder nor a file"
-    if found.st_mode & _OF_OTHERS:
-        return f"other users may write to it (mode {stat.S_IMODE(found.st_mode):o})"
-    return ""
+    mode = found.st_mode
+    problems = (
+        (stat.S_ISLNK(mode), "it is a symbolic link"),
+        (found.st_uid != os.geteuid(), f"it belongs to user {found.st_uid}"),
+        (not stat.S_ISDIR(mode) and not stat.S_ISREG(mode), "it is neither a folder nor a file"),
+        (mode & _OF_OTHERS, f"other users may write to it (mode {stat.S_IMODE(mode):o})"),
+    )
+    return next((problem for is_there, problem in problems if is_there), "")
 
 
 def check_own(*paths: Path) -> None:

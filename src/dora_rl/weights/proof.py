@@ -12,7 +12,6 @@ import mmap
 import struct
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
 
 from dora_rl.config import RunConfig
 from dora_rl.core.events import Rewound, StepCommitted
@@ -33,36 +32,34 @@ def committed_checksums(run: Path, wanted: Collection[Version]) -> dict[Version,
     if not open_:
         return found
     until: Version | None = None  # what is older than a rewind speaks of versions up to its own
+    for event in _from_the_end(run):
+        if isinstance(event, Rewound):
+            until = event.version if until is None else min(until, event.version)
+            continue
+        version = event.step + 1
+        if version in open_ and (until is None or version <= until):
+            found[version] = event.checksum
+            open_.discard(version)
+        if not open_ or version < min(open_):
+            break
+    return found
+
+
+def _from_the_end(run: Path) -> Iterator[Rewound | StepCommitted]:
+    """What the log says of versions, the newest first."""
     for path in reversed(segments(run / "events")):
         for line in reversed(whole_lines(path.read_bytes())):
-            told = _COMMITTED in line or _REWOUND in line
-            record = parse_line(line) if told else None
-            event: Any = record.event if isinstance(record, Entry) else None
-            if isinstance(event, Rewound):
-                until = event.version if until is None else min(until, event.version)
-            elif isinstance(event, StepCommitted):
-                version = event.step + 1
-                if version in open_ and (until is None or version <= until):
-                    found[version] = event.checksum
-                    open_.discard(version)
-                if not open_ or version < min(open_):
-                    return found
-    return found
+            record = parse_line(line) if _COMMITTED in line or _REWOUND in line else None
+            if isinstance(record, Entry) and isinstance(record.event, (Rewound, StepCommitted)):
+                yield record.event
 
 
 def newest_committed(run: Path) -> Version | None:
     """The newest version that the log of a run speaks of as its own; None: it has no log. What was
     sealed after it is for a resume alone, which may make it again. Read from the end."""
-    paths = segments(run / "events")
-    for path in reversed(paths):
-        for line in reversed(whole_lines(path.read_bytes())):
-            record = parse_line(line) if _COMMITTED in line or _REWOUND in line else None
-            event: Any = record.event if isinstance(record, Entry) else None
-            if isinstance(event, Rewound):
-                return event.version
-            if isinstance(event, StepCommitted):
-                return event.step + 1
-    return 0 if paths else None
+    for event in _from_the_end(run):
+        return event.version if isinstance(event, Rewound) else event.step + 1
+    return 0 if segments(run / "events") else None
 
 
 def seals_whole_models(config: RunConfig) -> bool:

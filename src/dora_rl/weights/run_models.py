@@ -24,6 +24,13 @@ from dora_rl.io.append_log import read_lines
 from dora_rl.io.system_errors import number_of
 from dora_rl.observe.eval_figures import Figures, best_evaluated
 from dora_rl.types import UserError, Version
+from dora_rl.user_code import require
+from dora_rl.weights.proof import (
+    checkpoint_problem,
+    committed_checksums,
+    newest_committed,
+    seals_whole_models,
+)
 from dora_rl.weights.store import DiskWeightStore, SealedFile
 
 
@@ -78,10 +85,13 @@ def find_model(path: Path, step: str = "last") -> FoundModel:
     if not path.is_dir():
         raise UserError(f"{path} is neither a run nor a model directory")
     if not is_run(path):
-        if not (path / "config.json").is_file():
-            raise UserError(f"{path} has no config.json; give a run or a Hugging Face directory")
-        if step != "last":
-            raise UserError(f"--step {step}: {path} is a model directory; only a run has steps")
+        require(
+            (
+                (path / "config.json").is_file(),
+                f"{path} has no config.json; give a run or a Hugging Face directory",
+            ),
+            (step == "last", f"--step {step}: {path} is a model directory; only a run has steps"),
+        )
         return FoundModel(f"model {path}", 0, path)
     found = _in_run(path)
     newest = _newest(path, found) if step == "last" else max(found, default=None)
@@ -90,27 +100,21 @@ def find_model(path: Path, step: str = "last") -> FoundModel:
         raise UserError(f"{path}: its log ends before version {min(found)}; give --step of {there}")
     if newest is None:
         raise UserError(f"{path} has no checkpoint and no sealed weights yet")
-    if step == "last":
-        return _proved(path, found[newest]())
     if step == "best":
         return _proved(path, _best(path, found))
-    return _proved(path, found[_number(step, found)]())
+    version = newest if step == "last" else _number(step, found)
+    return _proved(path, found[version]())
 
 
 def _proved(run: Path, found: FoundModel) -> FoundModel:
     """Refuse weights that are not whole, or not those of the version they stand for."""
-    from dora_rl.weights.proof import checkpoint_problem, committed_checksums, seals_whole_models
-
     committed = committed_checksums(run, [found.version]).get(found.version, "")
-    if found.sealed is None and not found.version:
-        problem = ""  # the model that the run began with; no step has made it
-    elif found.sealed is None:
+    problem = ""
+    if found.sealed is None and found.version:  # no step has made the model that a run begins with
         known = committed if seals_whole_models(run_config(run)) else ""
         problem = checkpoint_problem(found.directory, found.version - 1, known)
-    elif committed and found.sealed.checksum != committed:
+    elif found.sealed is not None and committed not in ("", found.sealed.checksum):
         problem = "its weights are not those that the log committed"
-    else:
-        problem = ""
     if problem:
         hint = f"see dora-rl audit --files {run}; choose another --step"
         raise UserError(f"{found.label} is not what the run made: {problem}; {hint}")
@@ -130,8 +134,6 @@ def newer_model(run: Path, than: Version) -> FoundModel | None:
 def _newest(run: Path, found: Collection[Version]) -> Version | None:
     """Of those found. What is sealed and not in the log yet is not the run's, unless a resume
     takes it."""
-    from dora_rl.weights.proof import newest_committed
-
     committed = newest_committed(run) if found else None
     return max((v for v in found if committed is None or v <= committed), default=None)
 
@@ -227,9 +229,8 @@ def export_model(found: FoundModel, out: Path, shard_bytes_max: int = 4 << 30) -
         if sealed is not None:
             write_model(target, found.whole().tensors(), shard_bytes_max)
             return
-        files = {*tensor_files(found.directory).values()}
-        files |= {*found.directory.glob("*.index.json")}
-        for file in sorted(files):
+        indices = found.directory.glob("*.index.json")
+        for file in sorted({*tensor_files(found.directory).values(), *indices}):
             shutil.copy2(file, target / file.name)
 
     try:

@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dora_rl.config import WeightsConfig
+from dora_rl.io.append_log import flush
 from dora_rl.ports import Canary
 from dora_rl.types import Version
 from dora_rl.weights.format import (
@@ -147,13 +148,12 @@ class SharedMemoryWeightStore:
     ) -> str:
         """Write all tensors, seal, return the checksum. All or nothing. `make_way`: for others who
         need the disk, see `write_durable`."""
-        with self.new_directory(version) as directory:
+        with self.receiving(version) as directory:
             if self.durable:
                 parts = (directory, version, tensors, canary, base, self.threads)
                 manifest = write_durable(*parts, make_way)
             else:
                 manifest = self._copy(directory, version, tensors, canary, base)
-            self.seal(directory, version)
         return manifest.checksum
 
     def _copy(
@@ -177,7 +177,7 @@ class SharedMemoryWeightStore:
         """Publish a copy of a version that another store has, if it is what was published. It is
         sealed when `wait` has returned."""
         version = sealed.version
-        with self.new_directory(version) as directory:
+        with self.receiving(version) as directory:
             if self.durable:
                 copy_durable(sealed, directory, self.threads)
             else:
@@ -188,11 +188,10 @@ class SharedMemoryWeightStore:
                         f"version {version}: {sealed.path} changed after publication; not copied"
                     )
             wait()
-            self.seal(directory, version)
 
     @contextmanager
     def receiving(self, version: Version) -> Iterator[Path]:
-        """A directory to be filled with the two files of a version from elsewhere, then sealed."""
+        """A directory to be filled with the two files of a version, then sealed."""
         with self.new_directory(version) as directory:
             yield directory
             self.seal(directory, version)
@@ -333,7 +332,7 @@ class SharedMemoryWeightStore:
 
     def seal(self, directory: Path, version: Version) -> None:
         if self.durable:
-            _fsync_directory(directory)
+            flush(directory)
         try:
             directory.rename(self._directory(version))
         except OSError as error:
@@ -342,7 +341,7 @@ class SharedMemoryWeightStore:
             message = f"version {version} is already published in {self.root}"
             raise VersionExists(message) from error
         if self.durable:
-            _fsync_directory(self.root)
+            flush(self.root)
 
     def _full_message(self, version: Version) -> str:
         usage, what = (
@@ -445,13 +444,13 @@ def copy_version(
     The copy is sealed when `wait` has returned.
     """
     sealed = source.map(version)  # copying hashes every byte, so damage is noticed there
-    if version in target.versions():
-        if target.checksum(version) != sealed.checksum:
-            raise VersionExists(
-                f"version {version} in {target.root} differs from the one in {source.root}"
-            )
-        return sealed.checksum
-    target.take_in(sealed, wait)
+    with contextlib.suppress(VersionExists):  # another process was faster
+        if version not in target.versions():
+            target.take_in(sealed, wait)
+    if target.checksum(version) != sealed.checksum:
+        raise VersionExists(
+            f"version {version} in {target.root} differs from the one in {source.root}"
+        )
     return sealed.checksum
 
 
@@ -498,8 +497,3 @@ def remember_root(run_dir: Path, root: Path) -> None:
 def _is_locked(directory: Path) -> bool:
     with held(os.open(directory, os.O_RDONLY)) as handle:
         return not lock_now(handle)
-
-
-def _fsync_directory(path: Path) -> None:
-    with held(os.open(path, os.O_RDONLY)) as handle:
-        os.fsync(handle)

@@ -21,7 +21,6 @@ from dora_rl.weights.store import (
     SHARED_MEMORY,
     DiskWeightStore,
     SharedMemoryWeightStore,
-    VersionExists,
     WeightsCorrupt,
     WeightsError,
     copy_version,
@@ -128,8 +127,7 @@ class Versions:
 
     def clear(self) -> None:
         """A new run: an interrupted one under the same name may have left its versions."""
-        for level in (self._sealed, self._on_disk):
-            level.forget_after(-1)
+        self.rewind(-1)
 
     def retire_all_but(self, pins: Collection[Version]) -> set[Version]:
         """Retire what is due: instances need it no more. On the disk it stays while it is pinned.
@@ -171,20 +169,15 @@ def share(
     disk: SharedMemoryWeightStore,
     shared: SharedMemoryWeightStore,
     version: Version,
-) -> str:
-    """Copy a version to shared memory; returns its checksum. Controller and learner may both."""
+) -> None:
+    """Copy a version to shared memory. Controller and learner may both."""
     try:
         if version in shared.versions():
             shared.map(version)
     except WeightsError:  # damaged there
         shared.discard([version])
     try:
-        return copy_version(disk, shared, version)
+        copy_version(disk, shared, version)
     except WeightsCorrupt as error:
         hint = "restore it from a copy of the run, or begin a new run"
         raise WeightsCorrupt(f"{error}; {hint}") from error
-    except VersionExists:
-        checksum = disk.checksum(version)
-        if shared.checksum(version) != checksum:
-            raise
-        return checksum  # the other one was faster

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
 from dora_rl.model.checksum import checksum_of
 from dora_rl.ports import Canary
@@ -47,7 +47,7 @@ from dora_rl.weights.format import (
     digest_of,
     seal_of,
 )
-from dora_rl.weights.private import lock_now
+from dora_rl.weights.private import held, lock_now
 
 if TYPE_CHECKING:
     import torch
@@ -184,9 +184,8 @@ class Memory:
     def take(self) -> bool:
         """To be filled again. False where somebody still looks at it, or wrote to it meanwhile: a
         GPU would not know of memory that was given back and asked for anew."""
-        if self.handle < 0 or not lock_now(self.handle):
-            return False
-        return os.fstat(self.handle).st_mtime_ns == self._left
+        free = self.handle >= 0 and lock_now(self.handle)
+        return free and os.fstat(self.handle).st_mtime_ns == self._left
 
     def is_gone(self) -> bool:
         """Whether the file has no name any more."""
@@ -315,10 +314,7 @@ def _describe(
         _shift(file, start, len(header))
     file.seek(0)
     file.write(header)
-    file.flush()
-    os.fchmod(file.fileno(), 0o444 if durable else 0o400)  # on a disk, the folders' rights count
-    if durable:
-        os.fsync(file.fileno())
+    _complete(file, durable)
     digest = hashlib.sha256(header).hexdigest()
     manifest = Manifest(version, checksum_of(entries), len(header), digest, entries, canary, base)
     write_manifest(directory, manifest, durable)
@@ -466,9 +462,7 @@ def write_past_cache(path: Path, data: memoryview) -> None:
         done = whole if _write_direct(path, data[:whole]) else 0
         file.seek(done)
         file.write(data[done:])
-        file.flush()
-        os.fchmod(file.fileno(), 0o444)
-        os.fsync(file.fileno())
+        _complete(file, durable=True)
 
 
 def _write_direct(path: Path, data: memoryview) -> bool:
@@ -476,22 +470,17 @@ def _write_direct(path: Path, data: memoryview) -> bool:
     flag = getattr(os, "O_DIRECT", None)
     if flag is None or not data:
         return False
+    starts = range(0, len(data), CHUNK_BYTES)
     try:
-        handle = os.open(path, os.O_WRONLY | flag)
-    except OSError as error:
-        if error.errno == errno.EINVAL:
-            return False
-        raise
-    try:
-        with ThreadPoolExecutor(DIRECT_THREADS, thread_name_prefix="weights-disk") as pool:
-            starts = range(0, len(data), CHUNK_BYTES)
+        with (
+            held(os.open(path, os.O_WRONLY | flag)) as handle,
+            ThreadPoolExecutor(DIRECT_THREADS, thread_name_prefix="weights-disk") as pool,
+        ):
             list(pool.map(lambda at: _write_at(handle, data[at : at + CHUNK_BYTES], at), starts))
     except OSError as error:
-        if error.errno == errno.EINVAL:
-            return False
-        raise
-    finally:
-        os.close(handle)
+        if error.errno != errno.EINVAL:
+            raise
+        return False
     return True
 
 
@@ -538,7 +527,12 @@ def write_manifest(directory: Path, manifest: Manifest, durable: bool) -> None:
     body = asdict(manifest)
     with (directory / MANIFEST_FILE).open("w") as file:
         json.dump({"format": FORMAT, "seal": seal_of(body), "manifest": body}, file)
-        file.flush()
-        os.fchmod(file.fileno(), 0o444 if durable else 0o400)
-        if durable:
-            os.fsync(file.fileno())
+        _complete(file, durable)
+
+
+def _complete(file: IO[Any], durable: bool) -> None:
+    """All of it is written: nobody writes to it again, and a disk has it."""
+    file.flush()
+    os.fchmod(file.fileno(), 0o444 if durable else 0o400)  # on a disk, the folders' rights count
+    if durable:
+        os.fsync(file.fileno())

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dora_rl.config import RunConfig
 from dora_rl.engine.options import EngineOptions
-from dora_rl.model.directory import read_spec
+from dora_rl.model.directory import HfDirectory, read_eos_ids, read_spec
 from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.types import Mode
 from dora_rl.user_code import require
@@ -115,7 +115,6 @@ def _make_vllm(
     config: RunConfig, options: EngineOptions, decode: Decode | None, journal: Journal | None
 ) -> VllmEngine:
     from dora_rl.engine.vllm.engine import VllmEngine, VllmOptions
-    from dora_rl.model.directory import HfDirectory, read_eos_ids
 
     vllm = VllmOptions(
         model=config.model.path,

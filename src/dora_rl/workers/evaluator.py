@@ -33,7 +33,6 @@ from dora_rl.workers.messages import (
     Evaluated,
     Message,
     Note,
-    Ready,
     Send,
 )
 from dora_rl.workers.worker import Role, Setup
@@ -56,9 +55,6 @@ class Evaluator(Role):
         self._store = DiskWeightStore(Path(setup.run_dir) / "weights")
         self._turns = EvalTurns(config, Path(".")) if config.env.environments else None
         self._said_s = time.monotonic()
-
-    def join(self) -> None:
-        self.send(Ready())
 
     def hear(self, message: Message) -> None:
         """Answers every `Evaluate`, with the responses of that version, greedy and sampled."""
@@ -132,10 +128,10 @@ def evaluate(
     for index, prompt in enumerate(prompts):
         for sample in range(1 + num_samples):
             how = params if sample else greedy
-            request = Request(RequestId(index, sample), version, prompt.row.token_ids, how, 1)
-            if turns is not None:
-                request = replace(request, keep=True, turns=0 if turns.opens(index) else 1)
-            engine.submit(request)
+            opens = turns is not None and turns.opens(index)
+            more = {"keep": turns is not None, "turns": 0 if opens else 1}
+            rid = RequestId(index, sample)
+            engine.submit(Request(rid, version, prompt.row.token_ids, how, 1, **more))
     done = _generate(engine, turns, (greedy, params), alive)
     return [done[rid] for rid in sorted(done)]
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import json
 import os
 import select
@@ -110,14 +111,10 @@ class ForkServer:
         self._socket = ours
         self._answered = threading.Condition()
         self._answer: tuple[int, int] | None = None  # pid and pidfd, or (-1, -1): refused
-        self._alive = True
+        self.is_alive = True
         self._children: dict[int, ForkedProcess] = {}
         self._ended_early: dict[int, int] = {}  # pid to code: told before its start was
         threading.Thread(target=self._listen, daemon=True).start()
-
-    @property
-    def is_alive(self) -> bool:
-        return self._alive
 
     def start(
         self,
@@ -138,8 +135,8 @@ class ForkServer:
                 try:
                     socket.send_fds(self._socket, [body], [read, log.fileno(), *keep_fds])
                 except OSError:
-                    self._alive = False
-                while self._alive and self._answer is None:
+                    self.is_alive = False
+                while self.is_alive and self._answer is None:
                     self._answered.wait()
                 pid, pidfd = self._answer or (-1, -1)
                 if pid > 0:
@@ -172,7 +169,7 @@ class ForkServer:
                 data, fds = b"", []
             with self._answered:
                 if not data:
-                    self._alive = False
+                    self.is_alive = False
                     for child in self._children.values():
                         child.end(-signal.SIGKILL)
                     self._answered.notify_all()
@@ -201,11 +198,12 @@ class ForkServer:
 
 def main(number: int, *more: str) -> None:
     """Import, then fork on request until the controller is gone."""
-    _die_with_parent()
+    die_with_parent()
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
     peer = socket.socket(fileno=number)
-    _import_all((*WARM, *WARM_GPU) if "gpu" in more else WARM)
+    for name in (*WARM, *WARM_GPU) if "gpu" in more else WARM:
+        importlib.import_module(name)
     os.environ.pop("OPENBLAS_NUM_THREADS", None)
     gc.collect()
     gc.freeze()
@@ -228,13 +226,6 @@ def main(number: int, *more: str) -> None:
             _fork(peer, json.loads(data), fds, inner)
 
 
-def _import_all(names: Sequence[str]) -> None:
-    import importlib
-
-    for name in names:
-        importlib.import_module(name)
-
-
 def _fork(peer: socket.socket, asked: dict[str, Any], fds: list[int], inner: list[int]) -> None:
     if len(os.listdir("/proc/self/task")) > 1:  # a fork would copy locks that nobody opens again
         peer.send(json.dumps({"pid": -1}).encode())
@@ -254,7 +245,7 @@ def _become_worker(asked: dict[str, Any], fds: list[int], inner: list[int]) -> N
     code = 1
     try:
         os.setsid()
-        _die_with_parent()
+        die_with_parent()
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
@@ -320,7 +311,8 @@ def _bury(peer: socket.socket) -> None:
             peer.send(json.dumps({"ended": pid, "code": code}).encode())
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """On Linux: killed by the system when the parent ends."""
     parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from dora_rl.io.append_log import replace_text
 from dora_rl.io.system_errors import is_memory
 from dora_rl.store.table import TableError
 from dora_rl.user_code import Listener, one_line, origin_of, trace_of
@@ -88,15 +89,11 @@ DISK_ERRORS = (OSError, TableError, WeightsError)  # what writing may raise; ask
 
 def is_full(error: BaseException | None) -> bool:
     """Whether this error, or the one that caused it, says that there was no room."""
+    # Libraries that write for us (safetensors) give the system's words without its number.
+    words = [f"{word} {number}" for word in ("os error", "code:") for number in FULL]
     while error is not None:
-        if isinstance(error, WeightsFull):
-            return True
-        if isinstance(error, OSError) and error.errno in FULL:
-            return True
-        # Libraries that write for us (safetensors) give the system's words without its number.
-        if any(
-            f"{word} {number}" in str(error) for word in ("os error", "code:") for number in FULL
-        ):
+        told = isinstance(error, OSError) and error.errno in FULL
+        if told or isinstance(error, WeightsFull) or any(word in str(error) for word in words):
             return True
         error = error.__cause__
     return False
@@ -180,9 +177,7 @@ class UserErrors:
         if elsewhere := self.num - sum(place.count for place in self._places.values()):
             parts.append(f"==== {elsewhere} times elsewhere\n\n")
         before = RESUMED + self._before if self._before else ""
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(parts) + before, errors="replace")
-        temporary.replace(self.path)
+        replace_text(self.path, "".join(parts) + before, errors="replace")
 
     def close(self) -> None:
         if self.num:

@@ -27,6 +27,7 @@ import torch
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
+from dora_rl.io.append_log import replace_text
 from dora_rl.store.storage import StorageReader
 from dora_rl.trainer import distributed
 from dora_rl.trainer.warm_up import warm_up
@@ -184,10 +185,9 @@ class LearnerWorker:
         while self.num_ranks == 1 and channel.poll(0.0):
             message = channel.receive()
             if isinstance(message, msg.End):
-                self.waiting.clear()
-            self.waiting.append(message)
-            if isinstance(message, msg.End):
+                self.waiting = deque([message])
                 return
+            self.waiting.append(message)
 
     def _tell_notes(self) -> None:
         """What the learner has to say to whoever watches, once."""
@@ -302,10 +302,8 @@ class LearnerWorker:
 
     def _leave_metrics(self, step: StepIndex, metrics: dict[str, float]) -> None:
         """For the controller, in case that a crash comes between the seal and its log record."""
-        path = Path(self.setup.run_dir) / "learner.json"
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"step": step, "metrics": metrics}) + "\n")
-        temporary.replace(path)
+        text = json.dumps({"step": step, "metrics": metrics}) + "\n"
+        replace_text(Path(self.setup.run_dir) / "learner.json", text)
 
     def _seal(
         self,

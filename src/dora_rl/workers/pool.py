@@ -98,15 +98,12 @@ class Workers(Protocol):
 
     def restart(self, name: str) -> None:
         """Replace a worker; returns when the old one is gone, so the two never meet."""
-        ...
 
     def kill(self, name: str) -> None:
         """End a worker at once and wait until it is gone."""
-        ...
 
     def send(self, name: str, message: Message) -> None:
         """Never blocks. To a worker that is gone nothing is sent; its end is in the inbox."""
-        ...
 
     def next_said(self, wait_s: float) -> Envelope | None:
         """What a worker said, None if none did for so long."""
@@ -123,11 +120,9 @@ class Workers(Protocol):
     def log_tail(self, name: str) -> str: ...
     def end(self, grace_s: float) -> None:
         """Ask everybody to end, wait a while (all together), then end the rest."""
-        ...
 
     def kill_all(self) -> None:
         """The second signal: nobody is asked."""
-        ...
 
 
 class Launcher(Protocol):
@@ -152,7 +147,6 @@ class WorkerPool:
         self, config: RunConfig, run_dir: Path, launcher: Launcher, *, first_incarnation: int = 0
     ) -> None:
         self._config, self.key = config.model_dump(mode="json"), secrets.token_bytes(32)
-        self._run_key = key_of(config, self.key)
         self._run_dir, self._launcher = run_dir, launcher
         self._first_incarnation = first_incarnation
         self._lock = threading.Lock()
@@ -162,7 +156,8 @@ class WorkerPool:
         self.num_refused = 0  # connections that did not prove themselves
         self.closing = False
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        threading.Thread(target=self._accept, daemon=True).start()
+        accept = (key_of(config, self.key), self._meet, self._refused)
+        threading.Thread(target=launcher.listener.accept_each, args=accept, daemon=True).start()
 
     def now(self) -> float:
         return time.monotonic()
@@ -230,20 +225,18 @@ class WorkerPool:
         return self._incarnations.get(envelope.name) == envelope.incarnation
 
     def overdue(self, limit_s: float) -> list[str]:
-        now, late = time.monotonic(), list[str]()
-        for worker in self.workers.values():
-            begun_s = self._launcher.begun_s(worker)
-            if not worker.joined and begun_s is not None and now - begun_s > limit_s:
-                late.append(worker.name)
-        return late
+        now = time.monotonic()
+        waited = ((worker, self._launcher.begun_s(worker)) for worker in self.workers.values())
+        return [
+            worker.name
+            for worker, begun_s in waited
+            if not worker.joined and begun_s is not None and now - begun_s > limit_s
+        ]
 
     def send(self, name: str, message: Message) -> None:
         worker = self.workers.get(name)
         if worker is not None and worker.channel is not None:
             worker.outbox.put(pack(message))
-
-    def _accept(self) -> None:
-        self._launcher.listener.accept_each(self._run_key, self._meet, self._refused)
 
     def _refused(self) -> None:
         self.num_refused += 1
@@ -344,10 +337,8 @@ def socket_folder() -> tuple[Path, int]:
 
 
 def worker_environment() -> dict[str, str]:
-    environment = dict(os.environ)
-    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    environment.setdefault("TOKENIZERS_PARALLELISM", "false")
-    return environment
+    """Ours, and what the user has not set otherwise."""
+    return {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", **os.environ}
 
 
 def begin_server(config: RunConfig) -> ForkServer | None:

@@ -64,7 +64,6 @@ class Publication:
         return writer
 
     def _write(self, shared: Level, disk: Level, version: Version) -> None:
-        del disk
         assert self._writer is not None
         self._writer.make_durable(shared.versions.root, Path(self._setup.run_dir), version)
 
@@ -207,9 +206,7 @@ class Moments:
         for name, tensor in state.moments(learner):
             if not self._first:
                 continue
-            room = memory.get(name)
-            if room is None:
-                room = host_room(tensor)
+            room = memory[name] if name in memory else host_room(tensor)
             copies[name] = room.copy_(tensor, non_blocking=True)
         if any(tensor.is_pinned() for tensor in copies.values()):
             torch.cuda.synchronize()

@@ -220,9 +220,8 @@ class RolloutWorker(Role):
                     params = replace(
                         params, tokens_max=lengths[sample], ignore_eos=True, stop_ids=()
                     )
-                request = Request(rid, action.version, prompt_ids, params, seed)
-                if message.opens is not None:
-                    request = replace(request, keep=True, turns=0 if message.opens else 1)
+                turns = {"keep": message.opens is not None, "turns": 0 if message.opens else 1}
+                request = Request(rid, action.version, prompt_ids, params, seed, **turns)
             self.engine.submit(request)
 
     def _forced_lengths(self, prompt: int) -> list[int] | None:

@@ -8,7 +8,6 @@ nobody may write into the run directory beside the controller that resumes the r
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -29,10 +28,10 @@ from dora_rl.setup.devices import BELOW_NORMAL, PERCENT, PRIORITY, VISIBLE
 from dora_rl.setup.priority import make_way
 from dora_rl.types import BaseDiffers, UserError
 from dora_rl.user_code import UserCodeError, listen, raised
+from dora_rl.workers.fork_server import die_with_parent
 from dora_rl.workers.last_words import DISK_ERRORS, full_line, is_full, last_words, send_user_errors
-from dora_rl.workers.messages import Channel, End, Fatal, Fault, Hello, Message, Send
+from dora_rl.workers.messages import Channel, End, Fatal, Fault, Hello, Message, Ready, Send
 
-PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
@@ -107,6 +106,7 @@ class Role:
 
     def join(self) -> None:
         """Say that it is there."""
+        self.send(Ready())
 
     def hear(self, message: Message) -> None:
         raise NotImplementedError
@@ -149,8 +149,7 @@ def end_with_parent() -> None:
             pass
         os._exit(1)
 
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     threading.Thread(target=watch, daemon=True).start()
 
 

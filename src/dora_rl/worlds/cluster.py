@@ -9,7 +9,7 @@ beside the run directory; the controller hears what it decides by.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from dora_rl.controller.build import build_run
 from dora_rl.controller.loop import Control
 from dora_rl.controller.run import Run
 from dora_rl.controller.run_dir import RunFiles, RunLock
-from dora_rl.controller.world import Notify, Service
+from dora_rl.controller.world import Notify, World
 from dora_rl.setup.layout import Layout
 from dora_rl.setup.prepare import Prepared
 from dora_rl.store.samples import SampleIndex
@@ -55,8 +55,8 @@ def open_on_cluster(prepared: Prepared, cluster: Cluster, *, resume: bool) -> Ru
     return build_run(prepared, files, control, pool, world, notify)
 
 
-class ClusterWorld:
-    """Implements `World`."""
+class ClusterWorld(World):
+    """Workers on many hosts, and those that serve them."""
 
     def __init__(
         self,
@@ -70,13 +70,13 @@ class ClusterWorld:
     ) -> None:
         self._config, self._layout, self._control = config, layout, control
         self._pool, self._hosts, self._shards = pool, hosts, shards
-        self.carrier = Relays(pool, hosts, notify)
-        self.carrier.is_head_ready = lambda: shards.is_ready
-        self.services: Mapping[str, Service] = {"relay": self.carrier, "storage": shards}
+        self.carrier = self._relays = Relays(pool, hosts, notify)
+        self._relays.is_head_ready = lambda: shards.is_ready
+        self.services = {"relay": self._relays, "storage": shards}
 
     def begin(self, read: Callable[[], None]) -> None:
         """Relays are started, and shards: nobody else can work without."""
-        self.carrier.tick()
+        self._relays.tick()
         self._shards.start()
         until = time.monotonic() + self._config.orchestration.load_timeout_s
         while not self._shards.is_ready:
@@ -87,7 +87,7 @@ class ClusterWorld:
 
     def tick(self) -> None:
         """A host that has room gets an instance more, up to the configured number."""
-        self.carrier.tick()
+        self._relays.tick()
         names = [w.name for w in self._pool.workers.values() if w.role == "instance"]
         is_full = len(names) >= self._config.resources.instances_max or self._hosts.num_waiting()
         if self._control.stop is not None or is_full:

@@ -25,7 +25,7 @@ from dora_rl.observe.eval_figures import (
 from dora_rl.rewards.base import ScoreError, build
 from dora_rl.types import Trajectory, UserError
 from dora_rl.weights.run_models import FoundModel
-from dora_rl.workers.messages import Reward
+from dora_rl.workers.messages import EvalPrompt, Reward
 
 
 def evaluate_once(
@@ -44,7 +44,6 @@ def evaluate_once(
     from dora_rl.setup.prepare import choose_device, open_tokenizer
     from dora_rl.workers.environment import row_of
     from dora_rl.workers.evaluator import EvalTurns, evaluate, open_engine
-    from dora_rl.workers.messages import EvalPrompt
 
     tokenizer = open_tokenizer(model.directory, config.model.trust_remote_code)
     if not config.data.eval:

@@ -201,9 +201,8 @@ class HostProcesses:
         if process.name == "learner" or process.role in AT_HEAD:
             hosts = [head]
         else:
-            hosts = self.usable()
-            if extra.get("beside_learner"):
-                hosts = [host for host in hosts if host.id == head.id]
+            beside = extra.get("beside_learner")
+            hosts = [host for host in self.usable() if not beside or host.id == head.id]
         return choose_host(hosts, self.placed(), process.role, demand)
 
     def placed(self) -> dict[str, list[tuple[str, Mapping[str, float]]]]:

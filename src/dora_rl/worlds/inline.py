@@ -239,9 +239,6 @@ class InlineEnvironment(Role):
         super().__init__(setup, send)
         self._host, self._loop = open_host(setup), asyncio.new_event_loop()
 
-    def join(self) -> None:
-        self.send(msg.Ready())
-
     def hear(self, message: msg.Message) -> None:
         if isinstance(message, msg.Forget):
             self._host.forget(message.group)

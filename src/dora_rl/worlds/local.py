@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from dora_rl.controller.build import build_run
 from dora_rl.controller.loop import Control
 from dora_rl.controller.run import Run
 from dora_rl.controller.run_dir import RunFiles, RunLock
-from dora_rl.controller.world import Notify, Service
-from dora_rl.core import actions as act
+from dora_rl.controller.world import Carrier, Notify, World
 from dora_rl.setup.prepare import Prepared
 from dora_rl.store.samples import Samples
-from dora_rl.types import InstanceId, StepIndex, Version
+from dora_rl.types import InstanceId
 from dora_rl.workers.fork_server import ForkServer
 from dora_rl.workers.messages import Exported
 from dora_rl.workers.pool import LocalProcesses, WorkerPool, Workers
 
 
-class SameHost:
-    """What lies in shared memory is everybody's. Implements `Carrier`."""
-
-    def load(self, action: act.Load) -> None:
-        """It is there."""
+class SameHost(Carrier):
+    """What lies in shared memory is everybody's: a version that is loaded or retired, too."""
 
     def exported(self, export: Exported, src: InstanceId) -> Exported:
         return export
@@ -31,28 +27,13 @@ class SameHost:
     def given_up(self, export: Exported) -> None:
         Path(export.path).unlink(missing_ok=True)
 
-    def retire(self, versions: Collection[Version]) -> None:
-        """The store has done it."""
 
-
-class OneHost:
-    """Nothing but the workers and their controller. Implements `World`."""
+class OneHost(World):
+    """Nothing but the workers and their controller: nobody is needed by the others, nothing comes
+    or goes, and the records write the lines of a step."""
 
     def __init__(self) -> None:
-        self.carrier = SameHost()
-        self.services: Mapping[str, Service] = {}
-
-    def begin(self, read: Callable[[], None]) -> None:
-        """Nobody is needed by the others."""
-
-    def tick(self) -> None:
-        """Nothing comes or goes."""
-
-    def step_closed(self, step: StepIndex) -> None:
-        """The records write its lines."""
-
-    def close(self) -> None:
-        """It has nothing of its own."""
+        self.carrier, self.services = SameHost(), {}
 
 
 def open_local(prepared: Prepared, *, resume: bool, server: ForkServer | None = None) -> Run:

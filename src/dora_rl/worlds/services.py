@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from dora_rl.controller.loop import Control
 from dora_rl.controller.run_dir import RunFiles
-from dora_rl.controller.world import Notify
+from dora_rl.controller.world import Carrier, Notify
 from dora_rl.core import actions as act
 from dora_rl.core.state import Phase
 from dora_rl.data.prompts import PromptSource
@@ -45,8 +45,8 @@ class Site:
     there: set[Version] = field(default_factory=set[Version])
 
 
-class Relays:
-    """One relay per host. Implements `Carrier` and `Service`."""
+class Relays(Carrier):
+    """One relay per host. Implements `Service` too."""
 
     def __init__(self, pool: WorkerPool, hosts: HostProcesses, notify: Notify) -> None:
         self._pool, self._hosts, self._notify = pool, hosts, notify
@@ -172,9 +172,6 @@ class Relays:
         if here is None or there is None or here.id == there.id or here.id not in self.sites:
             return export
         return replace(export, relay=self.sites[here.id].address)
-
-    def given_up(self, export: msg.Exported) -> None:
-        """The source forgets what it laid out when it goes on with the request."""
 
     def retire(self, versions: Collection[Version]) -> None:
         if not versions:

@@ -52,8 +52,10 @@ def branched(engine: Engine, params: SamplingParams = GREEDY) -> Trajectory:
     return whole
 
 
-def test_every_row_is_what_the_model_says(saved: Saved) -> None:
-    model, path = saved("qwen3")
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_every_row_is_what_the_model_says(family: str, saved: Saved) -> None:
+    """The rows of the second are longer than the window of a layer."""
+    model, path = saved(family)
     engine = make_engine(path)
     whole = branched(engine)
     assert whole.branches == (ROOT, Branch(5, 0, 2), Branch(12, 0, 5)) and whole.turns == 4

@@ -5,7 +5,8 @@ sessions of several turns, aborts, parking, migrations, crashes with resume from
 version loads and retirements. Every trajectory must equal, bit for bit, the one generated alone in
 a roomy engine; blocks are conserved after every action. In two of the worlds the engines read their
 tokens late and decode in bursts, as on a GPU; in one of these bursts are longer than a block. In
-two others every decode step verifies drafts: right ones, wrong ones, stop tokens, too many.
+two others every decode step verifies drafts: right ones, wrong ones, stop tokens, too many. In two
+some layers see the newest tokens alone.
 """
 
 from __future__ import annotations
@@ -132,13 +133,8 @@ class World:
 @pytest.fixture(
     scope="module",
     params=[
-        "compiled",
-        "torch",
-        "ahead",
-        "far ahead",
-        "compiled drafts",
-        "torch drafts",
-        "mixture",
+        *("compiled", "torch", "ahead", "far ahead", "compiled drafts", "torch drafts"),
+        *("compiled windows", "torch windows", "mixture"),
         pytest.param("mixture ahead", marks=pytest.mark.full),
         pytest.param("mixture drafts", marks=pytest.mark.full),
     ],
@@ -148,7 +144,8 @@ def world(
     saved: Callable[..., tuple[object, Path]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> World:
-    family = "qwen3-moe" if "mixture" in request.param else "qwen3"
+    families = {"windows": "gemma3", "mixture": "qwen3-moe"}
+    family = next((families[word] for word in request.param.split() if word in families), "qwen3")
     paths = [saved(family, seed)[1] for seed in range(3)]
     journals = tmp_path_factory.mktemp("journals")
     burst = {"ahead": 5, "far ahead": 23, "mixture ahead": 5}.get(request.param, 1)

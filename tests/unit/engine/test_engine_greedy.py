@@ -10,18 +10,32 @@ from dora_rl.types import Finish, RequestId, SamplingParams
 from tests.kit.engines import Saved, check_against, finish_all, make_engine, random_prompts
 from tests.kit.tiny_models import FAMILIES
 
+OPTIONS = {
+    "roomy": {},
+    "chunked": {"step_tokens_max": 9},
+    "pre-empted": {"num_blocks": 9, "host_blocks_max": 4},
+    "chunked-torch": {"step_tokens_max": 9, "compiled_kernels": False},
+    "pre-empted-torch": {"num_blocks": 9, "host_blocks_max": 4, "compiled_kernels": False},
+}
 
-@pytest.mark.parametrize("family", FAMILIES)
+
+def is_full(family: str, name: str) -> bool:
+    """Of families with parts of their own every runner is tested, and all of this at length."""
+    return not family.startswith(("llama", "qwen")) and name not in ("chunked", "pre-empted-torch")
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("family", "options"),
     [
-        {},
-        {"step_tokens_max": 9},
-        {"num_blocks": 9, "host_blocks_max": 4},
-        {"step_tokens_max": 9, "compiled_kernels": False},
-        {"num_blocks": 9, "host_blocks_max": 4, "compiled_kernels": False},
+        pytest.param(
+            family,
+            options,
+            id=f"{family}-{name}",
+            marks=[pytest.mark.full] if is_full(family, name) else [],
+        )
+        for family in FAMILIES
+        for name, options in OPTIONS.items()
     ],
-    ids=["roomy", "chunked", "pre-empted", "chunked-torch", "pre-empted-torch"],
 )
 def test_equals_transformers(family: str, options: dict[str, int], saved: Saved) -> None:
     model, path = saved(family)

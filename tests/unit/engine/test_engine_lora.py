@@ -12,7 +12,7 @@ from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Request
 from dora_rl.engine.transfer import move
 from dora_rl.model.directory import read_spec
-from dora_rl.model.names import SCALE
+from dora_rl.model.names import HEAD, PREFIX, SCALE
 from dora_rl.types import Finish, RequestId, SamplingParams, Trajectory, UserError
 from tests.kit.engines import Saved, finish_all, random_prompts
 from tests.kit.random_adapters import Tensors, merge, random_adapter
@@ -47,7 +47,10 @@ def generate(
     return finish_all(engine)
 
 
-@pytest.mark.parametrize("family", ["llama-bias", "qwen2", "qwen3", "qwen3-moe-mixed"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama-bias", "qwen2", "qwen3", "qwen3-moe-mixed", "olmo2", "phi3-long", "glm4"],
+)
 def test_adapters_equal_merged_weights(family: str, saved: Saved) -> None:
     _, path = saved(family)
     ours = generate(lora_engine(path), GREEDY)
@@ -95,6 +98,60 @@ def test_requests_move_between_engines_of_adapters(saved: Saved) -> None:
     moved = finish_all(b)[request.id]
     a.submit(request)
     assert moved == finish_all(a)[request.id]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied"])
+def test_the_output_matrix_may_have_an_adapter_too(family: str, saved: Saved) -> None:
+    """As merged weights; another version in the batch has none, and its slot is clean again."""
+    _, path = saved(family)
+    spec = read_spec(path)
+    generator = torch.Generator().manual_seed(5)
+    a = torch.randn(3, spec.hidden, generator=generator) * 0.1
+    b = torch.randn(spec.vocab, 3, generator=generator) * 0.3
+    name = f"{PREFIX}{HEAD}.lora_"
+    plain = random_adapter(path, 0)
+    headed = Tensors(plain.tensors | {f"{name}A.weight": a, f"{name}B.weight": b})
+    engine = lora_engine(path, versions=0, lora_head=True)
+    engine.load(0, headed)
+    engine.load(1, random_adapter(path, 1))
+    found = generate(engine, GREEDY, versions=2)
+    whole = merge(path, plain).tensors
+    head = whole.get("lm_head.weight", whole["model.embed_tokens.weight"])
+    for key, trajectory in found.items():
+        states = hidden_states(path, whole, [*prompt_of(key), *trajectory.token_ids.tolist()])
+        logits = states @ (head + 2.0 * b @ a).t()
+        expected = logits.log_softmax(-1).argmax(-1)[len(prompt_of(key)) - 1 : -1]
+        same = expected.tolist() == trajectory.token_ids.tolist()
+        assert same == (key.group % 2 == 0), "the version with the adapter, and it alone"
+    other = lora_engine(path, versions=2)
+    assert {k: t for k, t in found.items() if k.group % 2} == {
+        k: t for k, t in generate(other, GREEDY, versions=2).items() if k.group % 2
+    }
+    engine.retire(0)
+    engine.load(2, plain)
+    engine.submit(Request(RequestId(9, 0), 2, (1, 2, 3), GREEDY))
+    other.submit(Request(RequestId(9, 0), 0, (1, 2, 3), GREEDY))
+    again, bare = (finish_all(one)[RequestId(9, 0)] for one in (engine, other))
+    assert again.token_ids.tolist() == bare.token_ids.tolist()
+    assert again.logprobs.tolist() == bare.logprobs.tolist()
+
+
+def prompt_of(key: RequestId) -> list[int]:
+    return list(random_prompts((5, 17, 9, 22, 3, 11)[:4])[key.group])
+
+
+@torch.no_grad()
+def hidden_states(path: Path, weights: dict[str, torch.Tensor], ids: list[int]) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path)
+    model.load_state_dict(weights, strict=False)
+    return model.model(torch.tensor([ids])).last_hidden_state[0]
+
+
+def test_adapters_of_the_output_matrix_are_for_a_cpu() -> None:
+    with pytest.raises(UserError, match="run on a CPU alone"):
+        EngineOptions(device="cuda", lora_rank=4, lora_head=True)
 
 
 def test_what_is_refused(saved: Saved) -> None:

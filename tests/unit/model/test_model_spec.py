@@ -4,23 +4,43 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from dora_rl.model.directory import HfDirectory, check_files, read_spec
 from dora_rl.model.families import spec_from_config
+from dora_rl.model.rope import inverse_frequencies
 from dora_rl.model.spec import NotSupported
 from dora_rl.types import UserError
 
@@ -37,27 +57,62 @@ CLASSES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "ministral": (MinistralConfig, MinistralForCausalLM),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "olmo3": (Olmo3Config, Olmo3ForCausalLM),
+    "glm": (GlmConfig, GlmForCausalLM),
+    "glm4": (Glm4Config, Glm4ForCausalLM),
 }
+LAYERS = 6  # some have what others have not, in the families where layers differ
+GEMMA, MINISTRAL = "Gemma3ForCausalLM", "MinistralForCausalLM"
+OWN = {
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 32},
+    "ministral": {"head_dim": 16},  # without it transformers fails
+}
+SMALL_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # there are few tokens
 
 
 @pytest.mark.parametrize("family", CLASSES)
 def test_what_the_file_does_not_say_is_what_transformers_says(family: str, tmp_path: Path) -> None:
     """A config with the bare minimum: the model that transformers makes of it is read."""
     kind, model = CLASSES[family]
-    experts = {"num_experts": 4, "moe_intermediate_size": 32} if family == "qwen3_moe" else {}
-    made = model(kind(**SHAPE, **experts))
+    shape = SHAPE | {"num_hidden_layers": LAYERS} | OWN.get(family, {})
+    made = model(kind(**shape, **SMALL_IDS))
     made.save_pretrained(tmp_path)
-    bare = SHAPE | experts | {"architectures": [model.__name__]}
+    bare = shape | {"architectures": [model.__name__]}
     (tmp_path / "config.json").write_text(json.dumps(bare))
     (tmp_path / "generation_config.json").unlink()
     spec = read_spec(tmp_path)
     check_files(tmp_path, spec)
     assert spec.context_max == made.config.max_position_embeddings
     assert spec.norm_eps == made.config.rms_norm_eps
-    assert spec.rope.theta == made.config.rope_parameters["rope_theta"]
     attention = made.model.layers[0].self_attn
     assert spec.head_dim == attention.head_dim
-    assert spec.num_heads * spec.head_dim == attention.q_proj.out_features
+    assert spec.num_heads * spec.head_dim == attention.o_proj.in_features
+    assert [spec.window_of(i) for i in range(LAYERS)] == [
+        _window(layer) for layer in made.model.layers
+    ]
+    for i, layer in enumerate(made.model.layers):
+        theirs = made.config.rope_parameters, made.model.rotary_emb, ""
+        if (kind := (getattr(made.config, "layer_types", None) or [""] * LAYERS)[i]) in theirs[0]:
+            theirs = theirs[0][kind], theirs[1], f"{kind}_"
+        rope = spec.rope_of(i)
+        if getattr(layer.self_attn, "use_rope", True):
+            assert rope.theta == theirs[0]["rope_theta"]
+            freq, factor = inverse_frequencies(rope, spec.head_dim)
+            assert torch.equal(freq, getattr(theirs[1], f"{theirs[2]}inv_freq"))
+            assert factor == getattr(theirs[1], f"{theirs[2]}attention_scaling")
+        else:
+            assert rope.kind == "none"
+
+
+def _window(layer: Any) -> int:
+    attention = layer.self_attn
+    return getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", 0)) or 0
 
 
 def test_experts_in_some_layers_only() -> None:
@@ -89,7 +144,11 @@ def test_the_record_of_a_tokens_experts_is_counted_with_its_keys_and_values() ->
         ({"architectures": ["OtherForCausalLM"]}, "architecture OtherForCausalLM; the engine"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"layer_types": ["sliding_attention"]}, "sliding-window attention"),
-        ({"rope_scaling": {"type": "longrope"}}, "unknown rope type 'longrope'"),
+        ({"architectures": [GEMMA], "final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"architectures": [GEMMA], "use_bidirectional_attention": True}, "use_bidirectional"),
+        ({"architectures": [GEMMA], "hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
+        ({"architectures": [MINISTRAL], "layer_types": ["chunked_attention"] * 2}, "type 'chunked"),
+        ({"rope_scaling": {"type": "mrope"}}, "unknown rope type 'mrope'"),
     ],
 )
 def test_what_is_not_supported_is_said(change: dict[str, object], line: str) -> None:

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dora_rl.model.directory import read_spec
+from dora_rl.model.names import SCALE
+from dora_rl.model.random_weights import RandomAdapter
 from dora_rl.model.spec import ModelSpec, RopeSpec
 from dora_rl.setup.memory import (
     CONTEXT_BYTES,
     GB,
     RESERVE_SHARE,
     Need,
+    adapter_params,
     graph_bytes,
     num_params,
     plan_memory,
     state_lines,
     working_bytes,
 )
+from tests.kit.tiny_models import save_model
 
 BILLION_AND_A_HALF = ModelSpec(
     family="qwen2", vocab=151_936, hidden=1536, intermediate=8960, num_layers=28, num_heads=12,
@@ -142,3 +148,13 @@ def test_a_plan_that_fits_adds_up(
     # More memory never makes it worse.
     if plan.fits:
         assert plan_memory(need, (total + 20) * GB).fits
+
+
+@pytest.mark.parametrize("family", ["llama", "olmo2", "phi3", "glm4"])
+def test_adapters_are_counted_as_they_are(family: str, tmp_path: Path) -> None:
+    """A layer that a family has in one piece has one adapter."""
+    save_model(family, tmp_path)
+    spec = read_spec(tmp_path)
+    adapter = RandomAdapter(spec, 0, 3)
+    counted = sum(adapter.tensor(name).numel() for name in adapter.names() if name != SCALE)
+    assert adapter_params(spec, 3) == counted

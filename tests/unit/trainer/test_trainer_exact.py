@@ -56,16 +56,26 @@ def test_every_recipe_sees_no_gap(
     check_recipe(model_dir, loss, old, trainer_options(form, compute_dtype=dtype))
 
 
+WAYS = [(how, dtype) for how in ("lean", "transformers") for dtype in ("bfloat16", "float32")]
+
+
+def is_full(family: str, implementation: str, dtype: str) -> bool:
+    """What only the long tests have: the slowest way, and most ways of families that share their
+    parts with others."""
+    way = (implementation, dtype)
+    if family.startswith(("llama", "qwen")):
+        return way == WAYS[-1]
+    return family not in ("gemma3", "phi3") or way != WAYS[0]
+
+
 @pytest.mark.parametrize(
-    ("implementation", "dtype"),
+    ("family", "implementation", "dtype"),
     [
-        ("lean", "bfloat16"),
-        ("lean", "float32"),
-        ("transformers", "bfloat16"),
-        pytest.param("transformers", "float32", marks=pytest.mark.full),
+        pytest.param(family, *way, marks=[pytest.mark.full] if is_full(family, *way) else [])
+        for family in FAMILIES
+        for way in WAYS
     ],
 )
-@pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_sees_no_gap(
     tmp_path: Path, family: str, implementation: str, dtype: str
 ) -> None:

@@ -48,7 +48,7 @@ from tests.unit.trainer.foreign_families import (
 )
 
 CPU = torch.device("cpu")
-OPTIONS = TrainerConfig(device="cpu", logits_chunk_tokens=13)
+OPTIONS = TrainerConfig(device="cpu", implementation="transformers", logits_chunk_tokens=13)
 LENGTHS = [25, 24, 6, 1, 30, 26]
 DOCS = ROOT / "docs"
 CASES = [f if f in FAST else pytest.param(f, marks=pytest.mark.full) for f in FAMILIES]
@@ -175,7 +175,7 @@ def test_half_precision_is_near_and_a_twin_is_equal(
     family: str, device: str, tmp_path: Path
 ) -> None:
     """A twin that holds what was published computes exactly what the policy computes."""
-    options = TrainerConfig(device=device, compute_dtype="bfloat16")
+    options = OPTIONS.model_copy(update={"device": device, "compute_dtype": "bfloat16"})
     directory = write_family(tmp_path / "model", family)
     with torch.no_grad():
         start = load_policy(directory, OPTIONS)

@@ -87,7 +87,8 @@ def test_checkpointing_changes_nothing(model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
-def test_attention_backends_equal_the_loop(heads: tuple[int, int]) -> None:
+@pytest.mark.parametrize("window", [0, 1, 20, 64, 149, 151])
+def test_attention_backends_equal_the_loop(heads: tuple[int, int], window: int) -> None:
     lengths = [3, 150, 65, 64, 1, 140, 2]
     layout = Layout(lengths, CPU)
     g = torch.Generator().manual_seed(0)
@@ -97,7 +98,7 @@ def test_attention_backends_equal_the_loop(heads: tuple[int, int]) -> None:
     results = []
     for attend in (attend_loop, attend_blocks, attend_sdpa):
         q, k, v = (x.clone().requires_grad_() for x in inputs)
-        out = attend(q, k, v, layout, 0.3)
+        out = attend(q, k, v, layout, 0.3, window)
         out.backward(outer)
         results.append([out.detach(), q.grad, k.grad, v.grad])
     for other in results[1:]:

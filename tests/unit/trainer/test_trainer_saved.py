@@ -33,7 +33,7 @@ COMMON = {
     "vocab_size": 512,
     "num_hidden_layers": 1,
 }
-# The proportions of Qwen2.5-1.5B, Qwen3-0.6B and SmolLM2-135M.
+# The proportions of Qwen2.5-1.5B, Qwen3-0.6B and SmolLM2-135M; a family of each other build.
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2": {"hidden_size": 96, "intermediate_size": 560, "num_attention_heads": 12}
     | {"num_key_value_heads": 2, "head_dim": 8, "architectures": ["Qwen2ForCausalLM"]},
@@ -41,6 +41,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"num_key_value_heads": 4, "head_dim": 16, "architectures": ["Qwen3ForCausalLM"]},
     "llama": {"hidden_size": 72, "intermediate_size": 192, "num_attention_heads": 9}
     | {"num_key_value_heads": 3, "head_dim": 8, "architectures": ["LlamaForCausalLM"]},
+    "olmo2": {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 8}
+    | {"num_key_value_heads": 4, "head_dim": 8, "architectures": ["Olmo2ForCausalLM"]},
+    "phi3": {"hidden_size": 96, "intermediate_size": 256, "num_attention_heads": 12}
+    | {"num_key_value_heads": 4, "head_dim": 8, "architectures": ["Phi3ForCausalLM"]},
+    "glm4": {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 8}
+    | {"num_key_value_heads": 2, "head_dim": 16, "architectures": ["Glm4ForCausalLM"]},
 }
 
 
@@ -59,7 +65,7 @@ class _Flash(torch.autograd.Function):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Tensor:
+def flash(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, window: int = 0) -> Tensor:
     return _Flash.apply(q, k, v)  # type: ignore[return-value]
 
 
@@ -100,7 +106,7 @@ def kept_bytes(layer: Layer, arch: Any, num_tokens: int) -> int:
 
     x = torch.randn(num_tokens, arch.hidden).bfloat16().requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y, _ = layer(x, cos, sin, layout)
+        y, _ = layer(x, [(cos, sin)], layout)
     y.float().sum().backward()
     return sum(t.untyped_storage().nbytes() for p, t in kept.items() if p not in known)
 

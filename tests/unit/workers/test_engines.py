@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 from dora_rl.config import RunConfig
+from dora_rl.engine.engine import Engine
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.vllm.process import VllmOptions, vllm_arguments
+from dora_rl.model.directory import read_spec
+from dora_rl.model.names import LINEAR_LAYERS
 from dora_rl.types import UserError
 from dora_rl.workers.engines import adapter_rank, check_backend, resident_limit
+from tests.kit.tiny_models import save_model
 
 
 def config(**sections: dict[str, object]) -> RunConfig:
@@ -57,6 +63,30 @@ def test_several_devices_share_the_layers_of_vllm(device: str) -> None:
     assert told["distributed_executor_backend"] == "mp", "a process for each"
     one = vllm_arguments(VllmOptions("model", ()), EngineOptions(device="cpu"))
     assert (one["tensor_parallel_size"], one["distributed_executor_backend"]) == (1, "uni")
+
+
+def test_vllm_is_told_what_a_family_is_like(tmp_path: Path) -> None:
+    """Factors of long texts would be another model, and a fused layer has an adapter of its own."""
+    save_model("phi3-long", tmp_path)
+    told = vllm_arguments(VllmOptions(str(tmp_path), (), lora_rank=8), EngineOptions())
+    assert told["max_model_len"] == 256
+    assert {"qkv_proj", "gate_up_proj", "o_proj"} <= set(told["lora_target_modules"])
+    plain = vllm_arguments(VllmOptions("model", (), lora_rank=8), EngineOptions())
+    assert plain["max_model_len"] is None
+    assert plain["lora_target_modules"] == list(LINEAR_LAYERS)
+
+
+def test_a_model_that_no_engine_computes_is_one_line(tmp_path: Path) -> None:
+    save_model("phi3-long", tmp_path)
+    spec = read_spec(tmp_path)
+    EngineOptions(context_max=256).check_model(spec)
+    with pytest.raises(UserError, match="longrope scaling a text beyond 256 tokens"):
+        Engine(spec, EngineOptions(context_max=257))
+    odd = replace(spec, head_dim=24)
+    for options in ({}, {"device": "cuda", "backend": "vllm"}):
+        EngineOptions(**options).check_model(odd)
+    with pytest.raises(UserError, match=r"heads of 24 numbers.*vllm"):
+        EngineOptions(device="cuda").check_model(odd)
 
 
 def test_kv_moves_come_from_one_device() -> None:

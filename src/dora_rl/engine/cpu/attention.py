@@ -4,6 +4,8 @@ A row attends to its context block by block. Each (row, block) pair is one small
 shape (query heads of a kv head x block tokens), and a row's pairs are then added up as a binary
 tree over its own blocks. So the order of every sum depends on the row's own context alone: not on
 other rows, not on whether the row came by decode, by a prefill chunk or by prefill after a crash.
+Where a window limits what a row sees, block j is leaf j mod (blocks that a window touches), so that
+the tree is no larger than that.
 
 Shapes: T rows, B pairs, N blocks of a row (power of two), KV kv heads, G query heads per kv head,
 C tokens of a block, D head dim. Never writes the cache.
@@ -40,11 +42,18 @@ class Pairs(NamedTuple):
     absent: Tensor  # [T, N, 1, 1]: blocks that a row does not have
 
 
-def pair_blocks(rows: Ints, positions: Ints, table: Ints, block_tokens: int) -> Pairs:
+def pair_blocks(
+    rows: Ints, positions: Ints, table: Ints, block_tokens: int, window: int = 0
+) -> Pairs:
     """Of rows at `positions` with blocks `table` [T, blocks]."""
     counts = positions // block_tokens + 1
-    present = np.arange(_power_of_two(int(counts.max()))) < counts[:, None]
-    row, index = np.nonzero(present)
+    begins = np.maximum(positions + 1 - window, 0) if window else np.zeros_like(positions)
+    blocks_max = np.arange(int(counts.max()))
+    seen = (blocks_max < counts[:, None]) & (blocks_max >= begins[:, None] // block_tokens)
+    row, index = np.nonzero(seen)
+    width = _num_leaves(len(blocks_max), window, block_tokens)
+    present = np.zeros((len(rows), width), bool)
+    present[row, index % width] = True
     blocks = table[row, index]
     used, which, shares = np.unique(blocks, return_inverse=True, return_counts=True)
     turn = np.empty_like(which)
@@ -62,18 +71,19 @@ def pair_blocks(rows: Ints, positions: Ints, table: Ints, block_tokens: int) -> 
     in_place = (turn == 0) & (num_pool > 0)
     place = offsets[turn] + np.where(in_place, blocks, np.argsort(by_shares)[which])
     owners = np.zeros(offsets[-1], np.int64)
-    lengths = np.ones_like(owners)
+    firsts, lengths = np.zeros_like(owners), np.ones_like(owners)
     owners[place] = rows[row]
+    firsts[place] = begins[row] - index * block_tokens
     lengths[place] = np.minimum(positions[row] + 1 - index * block_tokens, block_tokens)
     places = np.zeros(present.shape, np.int64)
-    places[present] = place
+    places[row, index % width] = place
     return Pairs(
         torch.from_numpy(rows),
         num_pool,
         torch.from_numpy(used[by_shares][:num_gathered]),
         sizes[1:] if num_pool else sizes,
         torch.from_numpy(owners),
-        _length_mask(torch.from_numpy(lengths), block_tokens),
+        _seen_mask(torch.from_numpy(firsts), torch.from_numpy(lengths), block_tokens),
         torch.from_numpy(places),
         torch.from_numpy(~present)[:, :, None, None],
     )
@@ -107,36 +117,46 @@ def _multiply(left: Tensor, right: list[Tensor]) -> Tensor:
     return products[0] if len(products) == 1 else torch.cat(products)
 
 
-def attend_prefill(q: Tensor, k: Tensor, v: Tensor, position: int, blocks: list[int]) -> Tensor:
+def attend_prefill(
+    q: Tensor, k: Tensor, v: Tensor, position: int, blocks: list[int], window: int = 0
+) -> Tensor:
     """[count, KV, G, D] for the rows of a chunk from `position` on; q is their scaled queries."""
     tokens = k.shape[2]
-    step = max(1, PREFILL_PAIRS_MAX // _power_of_two(len(blocks)))
+    step = max(1, PREFILL_PAIRS_MAX // _num_leaves(len(blocks), window, tokens))
     parts = []
     for part in q.split(step):
         num_blocks = -(-(position + len(part)) // tokens)
-        parts.append(_prefill_part(part, k, v, position, blocks[:num_blocks]))
+        parts.append(_prefill_part(part, k, v, position, blocks[:num_blocks], window))
         position += len(part)
     return torch.cat(parts)
 
 
-def _prefill_part(q: Tensor, k: Tensor, v: Tensor, position: int, blocks: list[int]) -> Tensor:
+def _prefill_part(
+    q: Tensor, k: Tensor, v: Tensor, position: int, blocks: list[int], window: int
+) -> Tensor:
     count, num_kv, num_q, dim = q.shape
-    tokens, width = k.shape[2], _power_of_two(len(blocks))
+    tokens, width = k.shape[2], _num_leaves(len(blocks), window, k.shape[2])
     out = q.new_zeros((count, width, num_kv, num_q, dim))
     total, peak = torch.zeros_like(out[..., 0]), torch.full_like(out[..., 0], -torch.inf)
     context = torch.arange(position + 1, position + count + 1)
-    for j, block in enumerate(blocks):
-        first = max(0, j * tokens - position)  # rows before it do not see this block
-        num = count - first
-        score = q.new_empty((num, num_kv, num_q, tokens))
+    begins = (context - window).clamp_(min=0) if window else torch.zeros_like(context)
+    for j in range(int(begins[0]) // tokens, len(blocks)):
+        # Rows before the first do not see this block yet, those from the last on no longer.
+        first, last = max(0, j * tokens - position), count
+        if window:
+            last = min(count, (j + 1) * tokens - 1 + window - position)
+        rows = slice(first, last)
+        score = q.new_empty((last - first, num_kv, num_q, tokens))
         for h in range(num_kv):
-            score[:, h] = torch.bmm(q[first:, h], k[block, h].t().expand(num, -1, -1))
-        if (j + 1) * tokens > position + 1 + first:
-            length = (context[first:] - j * tokens).clamp_(max=tokens)
-            score += _length_mask(length, tokens)
-        peak[first:, j], weight, total[first:, j] = _block_softmax(score)
+            score[:, h] = torch.bmm(q[rows, h], k[blocks[j], h].t().expand(last - first, -1, -1))
+        if (j + 1) * tokens > position + 1 + first or begins[last - 1] > j * tokens:
+            length = (context[rows] - j * tokens).clamp_(max=tokens)
+            score += _seen_mask(begins[rows] - j * tokens, length, tokens)
+        leaf = j % width
+        peak[rows, leaf], weight, total[rows, leaf] = _block_softmax(score)
         for h in range(num_kv):
-            out[first:, j, h] = torch.bmm(weight[:, h], v[block, h].expand(num, -1, -1))
+            values = v[blocks[j], h].expand(last - first, -1, -1)
+            out[rows, leaf, h] = torch.bmm(weight[:, h], values)
     return _add_up(peak, total, out)
 
 
@@ -162,10 +182,17 @@ def _add_up(peak: Tensor, total: Tensor, out: Tensor) -> Tensor:
     return out[:, 0] / total[:, 0, ..., None]
 
 
-def _length_mask(length: Tensor, tokens: int) -> Tensor:
-    """[B, 1, 1, C]: 0 where the token exists, -inf beyond."""
-    beyond = torch.arange(tokens) >= length[:, None]
-    return torch.zeros(beyond.shape).masked_fill_(beyond, -torch.inf)[:, None, None, :]
+def _seen_mask(first: Tensor, length: Tensor, tokens: int) -> Tensor:
+    """[B, 1, 1, C]: 0 for tokens [first, length), -inf for others."""
+    token = torch.arange(tokens)
+    hidden = (token >= length[:, None]) | (token < first[:, None])
+    return torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None, None, :]
+
+
+def _num_leaves(num_blocks: int, window: int, tokens: int) -> int:
+    """Of the tree over a row's blocks: so many as there are, or as a window touches."""
+    leaves = _power_of_two(num_blocks)
+    return min(leaves, _power_of_two(-(-(window - 1) // tokens) + 1)) if window else leaves
 
 
 def _power_of_two(count: int) -> int:

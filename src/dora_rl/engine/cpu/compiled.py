@@ -19,7 +19,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
 from hashlib import blake2b
 from pathlib import Path
@@ -39,7 +39,7 @@ from dora_rl.engine.tensors.cache import KvCache
 from dora_rl.engine.tensors.weights import ModelWeights
 from dora_rl.model.directory import TensorSource
 from dora_rl.model.rope import rope_tables
-from dora_rl.model.spec import ModelSpec
+from dora_rl.model.spec import ModelSpec, RopeSpec
 
 SOURCE = Path(__file__).with_name("kernels.c")
 FLAGS = ("-O3", "-fno-math-errno", "-shared", "-fPIC")
@@ -48,18 +48,20 @@ COMPILE_S_MAX = 120
 HEAD_VECTORS = (1, 2, 4, 8, 16)  # head sizes in vectors that the attention is written for
 QUERIES_MAX = 4  # query heads that the attention takes at once
 PACKED = ("qkv", "o", "gate_up", "down")
+PARAMETERS = (
+    *("norm1", "qkv", "qkv_bias", "qk_norm", "o", "o_bias"),
+    *("norm2", "gate_up", "gate_up_bias", "down", "down_bias", "post1", "post2"),
+)
 
 
 class LayerPointers(Structure):
     """`Layer` in kernels.c."""
 
     _fields_ = [
-        (name, c_void_p)
-        for name in (
-            "norm1", "qkv", "qkv_bias", "qk_norm", "o", "o_bias",
-            "norm2", "gate_up", "gate_up_bias", "down", "down_bias",
-        )
-    ]  # fmt: skip
+        *((name, c_void_p) for name in PARAMETERS),
+        *((name, c_void_p) for name in ("cos", "sin")),
+        ("window", c_int64),
+    ]
 
 
 class ModelPointers(Structure):
@@ -67,9 +69,9 @@ class ModelPointers(Structure):
 
     _fields_ = [
         *((name, c_int64) for name in ("num_layers", "hidden", "heads", "kv_heads", "dim")),
-        *((name, c_int64) for name in ("inner", "vocab", "tied")),
-        *((name, c_float) for name in ("eps", "scale")),
-        *((name, c_void_p) for name in ("embed", "norm", "lm_head", "cos", "sin")),
+        *((name, c_int64) for name in ("inner", "vocab", "tied", "gelu", "qk_whole")),
+        *((name, c_float) for name in ("eps", "scale", "embed_scale")),
+        *((name, c_void_p) for name in ("embed", "norm", "lm_head")),
         ("layers", POINTER(LayerPointers)),
     ]
 
@@ -219,10 +221,10 @@ class CompiledRunner(CpuRunner):
     def __init__(self, spec: ModelSpec, options: EngineOptions, kernels: Kernels) -> None:
         super().__init__(spec, options)
         self._kernels = kernels
-        self._cos, self._sin = (
-            table.contiguous() for table in rope_tables(spec.rope, spec.head_dim, self.context)
-        )
-        self._model = _model_pointers(spec, self.weights, self._cos, self._sin)
+        self._tables = {
+            rope: rope_tables(rope, spec.head_dim, self.context) for rope in spec.all_ropes()
+        }
+        self._model = _model_pointers(spec, self.weights, self._tables)
         self._scratch = _Scratch(spec, options.step_tokens_max, self.context, kernels.lanes)
 
     def load(self, slot: int, source: TensorSource, where: str) -> Iterator[str]:
@@ -311,14 +313,16 @@ class _Scratch:
 
 
 def _model_pointers(
-    spec: ModelSpec, weights: ModelWeights, cos: Tensor, sin: Tensor
+    spec: ModelSpec, weights: ModelWeights, tables: Mapping[RopeSpec, tuple[Tensor, Tensor]]
 ) -> ModelPointers:
     """Addresses of all parameters; the tensors live as long as the runner."""
     layers = (LayerPointers * spec.num_layers)()
-    for layer, pointers in zip(weights.layers, layers, strict=True):
-        for name, *_ in LayerPointers._fields_:
+    for index, (layer, pointers) in enumerate(zip(weights.layers, layers, strict=True)):
+        for name in PARAMETERS:
             parameter: Tensor | None = getattr(layer, name)
             setattr(pointers, name, None if parameter is None else parameter.data_ptr())
+        pointers.cos, pointers.sin = (t.data_ptr() for t in tables[spec.rope_of(index)])
+        pointers.window = spec.window_of(index)
     return ModelPointers(
         num_layers=spec.num_layers,
         hidden=spec.hidden,
@@ -328,13 +332,14 @@ def _model_pointers(
         inner=spec.intermediate,
         vocab=spec.vocab,
         tied=spec.tied,
+        qk_whole=spec.qk_norm_whole,
+        gelu=spec.activation == "gelu_tanh",
         eps=spec.norm_eps,
-        scale=spec.head_dim**-0.5,
+        scale=spec.scale,
+        embed_scale=spec.embed_scale,
         embed=weights.embed.data_ptr(),
         norm=weights.norm.data_ptr(),
         lm_head=weights.lm_head.data_ptr(),
-        cos=cos.data_ptr(),
-        sin=sin.data_ptr(),
         layers=layers,
     )
 

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 TILES = (16, 32, 64)
 _PROBE_TILES = (1, 2, 3, 4, 6, 8, 13)
 _PROBE_OUT_MAX = 16_384  # a wider head repeats the same kernel over more columns
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+}
 Segments = list[tuple[int, int, int]]  # version slot, first row, row behind the last
 
 
@@ -89,10 +93,9 @@ class Rows(NamedTuple):
     segments: Segments  # by version, or by adapter under LoRA
     of_base: Segments  # that multiply with the same weights: under LoRA one with all rows
     slots: Tensor | int  # weight slot of each row, or the one of all
-    cos: Tensor
-    sin: Tensor
+    turns: list[tuple[Tensor, Tensor]]  # cos and sin of each rotary embedding
     write_index: Tensor  # places of each row's keys, then values, in a layer's pool of vectors
-    pairs: Pairs | None  # rows that decode
+    pairs: dict[int, Pairs | None]  # rows that decode, by window
     chunks: list[tuple[slice, int, list[int]]]  # others: rows, first position, blocks
     chosen: list[Tensor]  # experts of each row, by sparse layer, as they are chosen
 
@@ -104,19 +107,24 @@ class Decoder:
         self, spec: ModelSpec, weights: ModelWeights, linear: RowLinear, num_positions: int
     ) -> None:
         self.spec, self.weights, self.linear = spec, weights, linear
-        self.cos, self.sin = rope_tables(spec.rope, spec.head_dim, num_positions)
-        self.scale = spec.head_dim**-0.5
+        ropes = spec.all_ropes()
+        self._tables = [rope_tables(rope, spec.head_dim, num_positions) for rope in ropes]
+        self._turns = [ropes.index(spec.rope_of(i)) for i in range(spec.num_layers)]
+        self._windows = [spec.window_of(i) for i in range(spec.num_layers)]
+        self._activate = ACTIVATIONS[spec.activation]
 
     def forward(self, batch: Batch, cache: KvCache, table: Ints) -> Tensor:
         """Float32 logits of the batch's logit rows; keys and values are written on the way."""
         rows, token_ids = self._rows(batch, cache, table), torch.from_numpy(batch.token_ids)
         x = self.weights.embed[rows.slots, token_ids]
+        if self.spec.embed_scale != 1.0:
+            x = x * torch.tensor(self.spec.embed_scale, dtype=x.dtype)
         for index, layer in enumerate(self.weights.layers):
             h = self._norm(x, layer.norm1, rows)
-            h = self._attend(h, layer, rows, cache.kv[index])
-            x = x + self._project(h, layer, "o", rows)
+            h = self._attend(h, index, rows, cache.kv[index])
+            x = x + self._norm(self._project(h, layer, "o", rows), layer.post1, rows)
             h = self._norm(x, layer.norm2, rows)
-            x = x + self._mlp(h, layer, rows)
+            x = x + self._norm(self._mlp(h, layer, rows), layer.post2, rows)
         if cache.routing is not None:
             block, token = np.divmod(batch.positions, cache.routing.shape[3])
             blocks = torch.from_numpy(table[batch.table_rows, block])
@@ -135,27 +143,32 @@ class Decoder:
             segments,
             of_base,
             slots,
-            self.cos[positions][:, None],
-            self.sin[positions][:, None],
+            [(cos[positions][:, None], sin[positions][:, None]) for cos, sin in self._tables],
             torch.from_numpy(write_index(batch, cache, table)),
-            *split_rows(batch, table, cache.kv.shape[4]),
+            *split_rows(batch, table, cache.kv.shape[4], self._windows),
             [],
         )
 
     def _logits(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Of gathered rows, themselves padded to tiles."""
-        wanted, lora = torch.from_numpy(batch.logit_rows), self.weights.adapters is not None
+        wanted, adapters = torch.from_numpy(batch.logit_rows), self.weights.adapters
         parts = [hidden.new_empty(0, self.spec.vocab)]
         for slot, start, stop in batch.logit_segments.tolist():
             if stop > start:
-                x, head = hidden[wanted[start:stop]], self.weights.lm_head[0 if lora else slot]
-                parts.append(self.linear(self._padded(x), head)[: stop - start])
+                x = self._padded(hidden[wanted[start:stop]])
+                y = self.linear(x, self.weights.lm_head[slot if adapters is None else 0])
+                if adapters is not None and adapters.head is not None:
+                    a, b = adapters.head
+                    y += self.linear(self.linear(x, a[slot]), b[slot])
+                parts.append(y[: stop - start])
         return torch.cat(parts).float()
 
     def _padded(self, x: Tensor) -> Tensor:
         return functional.pad(x, (0, 0, 0, -len(x) % self.linear.tile_rows))
 
-    def _norm(self, x: Tensor, weight: Tensor, rows: Rows) -> Tensor:
+    def _norm(self, x: Tensor, weight: Tensor | None, rows: Rows) -> Tensor:
+        if weight is None:
+            return x
         scaled = functional.rms_norm(x.float(), (x.shape[-1],), None, self.spec.norm_eps)
         return scaled.to(x.dtype).mul_(weight[rows.slots])
 
@@ -184,25 +197,40 @@ class Decoder:
             )
         return out
 
-    def _attend(self, h: Tensor, layer: Layer, rows: Rows, pool: Tensor) -> Tensor:
-        spec = self.spec
+    def _attend(self, h: Tensor, index: int, rows: Rows, pool: Tensor) -> Tensor:
+        spec, layer, (cos, sin) = (
+            self.spec,
+            self.weights.layers[index],
+            rows.turns[self._turns[index]],
+        )
         count, heads, kv_heads, dim = len(h), spec.num_heads, spec.num_kv_heads, spec.head_dim
         qkv = self._project(h, layer, "qkv", rows).view(count, -1, dim)
         qk = qkv[:, : heads + kv_heads]
         if layer.qk_norm is not None:
-            qk = self._norm(qk, layer.qk_norm, rows)
-        turned = torch.cat((qk[..., dim // 2 :], qk[..., : dim // 2]), -1).mul_(rows.sin)
-        qkv[:, : heads + kv_heads] = turned.add_(qk * rows.cos)
+            qk = self._qk_norm(qk, layer.qk_norm, rows)
+        turned = torch.cat((qk[..., dim // 2 :], qk[..., : dim // 2]), -1).mul_(sin)
+        qkv[:, : heads + kv_heads] = turned.add_(qk * cos)
         pool.view(-1, dim).index_copy_(0, rows.write_index, qkv[:, heads:].reshape(-1, dim))
-        q = (qkv[:, :heads] * self.scale).view(count, kv_heads, spec.num_groups, dim)
-        if rows.pairs is not None and len(rows.pairs.rows) == count:
-            return attend_decode(q, pool[0], pool[1], rows.pairs).view(count, heads * dim)
+        q = (qkv[:, :heads] * spec.scale).view(count, kv_heads, spec.num_groups, dim)
+        window = self._windows[index]
+        pairs = rows.pairs[window]
+        if pairs is not None and len(pairs.rows) == count:
+            return attend_decode(q, pool[0], pool[1], pairs).view(count, heads * dim)
         out = torch.zeros_like(q)
-        if rows.pairs is not None:
-            out[rows.pairs.rows] = attend_decode(q, pool[0], pool[1], rows.pairs)
+        if pairs is not None:
+            out[pairs.rows] = attend_decode(q, pool[0], pool[1], pairs)
         for chunk, position, blocks in rows.chunks:
-            out[chunk] = attend_prefill(q[chunk], pool[0], pool[1], position, blocks)
+            out[chunk] = attend_prefill(q[chunk], pool[0], pool[1], position, blocks, window)
         return out.view(count, heads * dim)
+
+    def _qk_norm(self, qk: Tensor, weight: Tensor, rows: Rows) -> Tensor:
+        """Of [row, head, dim]: each head alone, or all of the queries and all of the keys."""
+        if not self.spec.qk_norm_whole:
+            return self._norm(qk, weight, rows)
+        sizes = [self.spec.num_heads, self.spec.num_kv_heads]
+        weights = weight.split([size * self.spec.head_dim for size in sizes], -1)
+        parts = zip(qk.split(sizes, 1), weights, strict=True)
+        return torch.cat([self._norm(p.flatten(1), w, rows).view(p.shape) for p, w in parts], 1)
 
     def _mlp(self, h: Tensor, layer: Layer, rows: Rows) -> Tensor:
         if layer.router is not None:
@@ -210,7 +238,7 @@ class Decoder:
             rows.chosen.append(_joined([expert for _, expert in parts]))
             return _joined([out for out, _ in parts])
         gate, up = self._project(h, layer, "gate_up", rows).chunk(2, -1)
-        return self._project(functional.silu(gate) * up, layer, "down", rows)
+        return self._project(self._activate(gate) * up, layer, "down", rows)
 
     def _sparse(self, h: Tensor, layer: Layer, slot: int) -> tuple[Tensor, Tensor]:
         """Each row visits its top experts, expert by expert, in whole tiles: its products do not
@@ -226,7 +254,7 @@ class Decoder:
             if len(mine):
                 x = self._padded(h[mine // moe.top_k])
                 gate, up = linear(x, layer.gate_up[slot, index]).chunk(2, -1)
-                out = linear(functional.silu(gate) * up, layer.down[slot, index])
+                out = linear(self._activate(gate) * up, layer.down[slot, index])
                 visits[mine] = out[: len(mine)]
         ranked = (visits.view(len(h), moe.top_k, -1) * share[..., None]).unbind(1)
         return sum(ranked[1:], ranked[0]), expert
@@ -245,10 +273,10 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def split_rows(
-    batch: Batch, table: Ints, block_tokens: int
-) -> tuple[Pairs | None, list[tuple[slice, int, list[int]]]]:
-    """Rows that decode, and chunks of several rows of one request; not padding, the last row of the
-    table."""
+    batch: Batch, table: Ints, block_tokens: int, windows: Collection[int]
+) -> tuple[dict[int, Pairs | None], list[tuple[slice, int, list[int]]]]:
+    """Rows that decode, for each window, and chunks of several rows of one request; not padding,
+    the last row of the table."""
     owners = batch.table_rows
     firsts = np.flatnonzero(np.diff(owners, prepend=-1))
     counts = np.diff(firsts, append=len(owners))
@@ -256,7 +284,7 @@ def split_rows(
     firsts, counts = firsts[real], counts[real]
     alone, chunks = firsts[counts == 1], []
     where = (batch.positions[alone], table[owners[alone]], block_tokens)
-    pairs = pair_blocks(alone, *where) if len(alone) else None
+    pairs = {w: pair_blocks(alone, *where, w) if len(alone) else None for w in sorted({*windows})}
     for first, count in zip(firsts[counts > 1], counts[counts > 1], strict=True):
         position = int(batch.positions[first])
         blocks = table[owners[first], : -(-(position + count) // block_tokens)].tolist()

@@ -113,12 +113,14 @@ INLINE vec exp_of(vec x) {
 typedef struct {
   const float *norm1, *qkv, *qkv_bias, *qk_norm, *o, *o_bias;
   const float *norm2, *gate_up, *gate_up_bias, *down, *down_bias;
+  const float *post1, *post2, *cos, *sin; /* norms of what is added; rotary tables */
+  int64_t window;                         /* tokens that a query sees; 0: all */
 } Layer;
 
 typedef struct {
-  int64_t num_layers, hidden, heads, kv_heads, dim, inner, vocab, tied;
-  float eps, scale;
-  const float *embed, *norm, *lm_head, *cos, *sin;
+  int64_t num_layers, hidden, heads, kv_heads, dim, inner, vocab, tied, gelu, qk_whole;
+  float eps, scale, embed_scale;
+  const float *embed, *norm, *lm_head;
   const Layer *layers;
 } Model;
 
@@ -258,16 +260,58 @@ INLINE void norm_row(const float *x, const float *weight, float *out, int64_t wi
   for (int64_t i = 0; i < width; i += LANES) store(out + i, load(x + i) * factor * load(weight + i));
 }
 
+/* Rows of x normed, or as they are where a layer has no such norm. */
+static void norm_rows(const float *x, const float *weight, float *out, int64_t rows, int64_t width,
+                      float eps, int64_t threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+  for (int64_t t = 0; t < rows; t++)
+    if (weight)
+      norm_row(x + t * width, weight, out + t * width, width, eps);
+    else
+      memcpy(out + t * width, x + t * width, sizeof(float) * width);
+}
+
+/* x += the product of `from`, or the norm of it, which `scratch` has room for. */
+static void add_product(float *x, const float *from, int64_t ldf, int64_t rows, int64_t K,
+                        const float *w, const float *bias, const float *post, float *scratch,
+                        int64_t width, float eps, int64_t threads) {
+  dora_linear(from, ldf, rows, K, w, bias, post ? scratch : x, width, !post, threads);
+  if (!post) return;
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+  for (int64_t t = 0; t < rows; t++) {
+    float *at = scratch + t * width, *sum = x + t * width;
+    norm_row(at, post, at, width, eps);
+    for (int64_t i = 0; i < width; i += LANES) store(sum + i, load(sum + i) + load(at + i));
+  }
+}
+
+/* gate = act(gate) * up: silu(g) = g * sigmoid(g), gelu(g) = g * sigmoid(2u), u that of its tanh. */
+INLINE void gate_row(const int GELU, float *gate, const float *up, int64_t inner) {
+  for (int64_t j = 0; j < inner; j += LANES) {
+    vec g = load(gate + j), zero = {0};
+    vec z = GELU ? 1.5957691216f * (g + 0.044715f * g * g * g) : g;
+    ivec positive = z > zero;
+    vec e = exp_of(choose(positive, -z, z));
+    vec sigmoid = choose(positive, zero + 1.0f, e) / (1.0f + e);
+    store(gate + j, g * sigmoid * load(up + j));
+  }
+}
+
 /* Norm, turn and scale the heads of one row; write its keys and values into its block. */
 static void place_row(const Model *m, const Step *s, const Layer *layer, int64_t index,
                       int64_t slot, int64_t row, float *qkv) {
   int64_t dim = m->dim, half = dim / 2, position = s->positions[row];
   int64_t turned = m->heads + m->kv_heads;
-  const float *cos = m->cos + position * dim, *sin = m->sin + position * dim;
+  const float *cos = layer->cos + position * dim, *sin = layer->sin + position * dim;
+  const float *weight = layer->qk_norm ? layer->qk_norm + slot * turned * dim : 0;
+  int64_t num_q = m->heads * dim, num_k = m->kv_heads * dim;
+  if (weight && m->qk_whole) {
+    norm_row(qkv, weight, qkv, num_q, m->eps);
+    norm_row(qkv + num_q, weight + num_q, qkv + num_q, num_k, m->eps);
+  }
   for (int64_t h = 0; h < turned; h++) {
     float *head = qkv + h * dim;
-    if (layer->qk_norm)
-      norm_row(head, layer->qk_norm + (slot * turned + h) * dim, head, dim, m->eps);
+    if (weight && !m->qk_whole) norm_row(head, weight + h * dim, head, dim, m->eps);
     float factor = h < m->heads ? m->scale : 1.0f;
     for (int64_t i = 0; i < half; i++) {
       float a = head[i], b = head[i + half];
@@ -338,24 +382,26 @@ static float soften(float *score, int64_t count) {
   return sum_of(total);
 }
 
-/* Q query heads of one kv head over the row's context. */
+/* Q query heads of one kv head over the tokens [begin, context) of the row. */
 INLINE void attend_heads(const int VECS, const int Q, const Step *s, const float *q, int64_t dim,
                          int64_t kv_heads, int64_t head, const float *keys, const float *values,
-                         const int64_t *blocks, int64_t context, float *score, float *out) {
+                         const int64_t *blocks, int64_t begin, int64_t context, float *score,
+                         float *out) {
   int64_t size = s->block_tokens, step = kv_heads * size * dim, stride = s->score_width / Q;
-  for (int64_t t = 0, j = 0; t < context; t += size, j++) {
-    int64_t tokens = context - t < size ? context - t : size;
-    const float *at = keys + blocks[j] * step + head * size * dim;
-    score_block(VECS, Q, q, at, dim, tokens, score + t, stride);
+  int64_t first = begin / size * size;
+  for (int64_t t = first; t < context; t += size) {
+    int64_t skip = begin > t ? begin - t : 0, tokens = (context - t < size ? context - t : size) - skip;
+    const float *at = keys + blocks[t / size] * step + (head * size + skip) * dim;
+    score_block(VECS, Q, q, at, dim, tokens, score + t + skip - begin, stride);
   }
   float total[4];
-  for (int g = 0; g < Q; g++) total[g] = soften(score + g * stride, context);
+  for (int g = 0; g < Q; g++) total[g] = soften(score + g * stride, context - begin);
   vec sum[16]; /* Q * VECS at most */
   UNROLL for (int i = 0; i < Q * VECS; i++) sum[i] = (vec){0};
-  for (int64_t t = 0, j = 0; t < context; t += size, j++) {
-    int64_t tokens = context - t < size ? context - t : size;
-    const float *at = values + blocks[j] * step + head * size * dim;
-    value_block(VECS, Q, at, dim, tokens, score + t, stride, sum);
+  for (int64_t t = first; t < context; t += size) {
+    int64_t skip = begin > t ? begin - t : 0, tokens = (context - t < size ? context - t : size) - skip;
+    const float *at = values + blocks[t / size] * step + (head * size + skip) * dim;
+    value_block(VECS, Q, at, dim, tokens, score + t + skip - begin, stride, sum);
   }
   UNROLL for (int g = 0; g < Q; g++)
     UNROLL for (int v = 0; v < VECS; v++)
@@ -365,7 +411,7 @@ INLINE void attend_heads(const int VECS, const int Q, const Step *s, const float
 #define HEADS(vecs, q)                                                                         \
   if (num_vecs == vecs && group - g >= q) {                                                    \
     attend_heads(vecs, q, s, query + g * dim, dim, m->kv_heads, h, keys, values, blocks,       \
-                 context, score, out + g * dim);                                               \
+                 begin, context, score, out + g * dim);                                        \
     g += q;                                                                                    \
     continue;                                                                                  \
   }
@@ -373,11 +419,13 @@ INLINE void attend_heads(const int VECS, const int Q, const Step *s, const float
 /* The heads of kv head `h` of one row. What stands in a group decides the order, nothing else. */
 static void attend_row(const Model *m, const Step *s, int64_t index, int64_t row, int64_t h,
                        const float *qkv, float *score, float *result) {
+  int64_t window = m->layers[index].window;
   int64_t dim = m->dim, group = m->heads / m->kv_heads, num_vecs = dim / LANES;
   int64_t plane = s->num_blocks * m->kv_heads * s->block_tokens * dim;
   const float *keys = s->kv + index * 2 * plane, *values = keys + plane;
   const int64_t *blocks = s->table + s->table_rows[row] * s->table_width;
   int64_t context = s->positions[row] + 1;
+  int64_t begin = window && context > window ? context - window : 0;
   const float *query = qkv + h * group * dim;
   float *out = result + h * group * dim;
   for (int64_t g = 0; g < group;) {
@@ -404,6 +452,8 @@ void dora_forward(const Model *m, const Step *s) {
         unpack_row(embed, m->vocab, D, s->token_ids[t], x + t * D);
       else
         memcpy(x + t * D, embed + s->token_ids[t] * D, sizeof(float) * D);
+      if (m->embed_scale != 1.0f)
+        for (int64_t i = 0; i < D; i++) x[t * D + i] *= m->embed_scale;
     }
   }
   for (int64_t index = 0; index < m->num_layers; index++) {
@@ -411,9 +461,8 @@ void dora_forward(const Model *m, const Step *s) {
     for (int64_t i = 0; i < s->num_segments; i++) {
       Segment seg = s->segments[i];
       int64_t slot = seg.slot;
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
-      for (int64_t t = seg.start; t < seg.stop; t++)
-        norm_row(x + t * D, layer->norm1 + slot * D, h + t * D, D, m->eps);
+      norm_rows(x + seg.start * D, layer->norm1 ? layer->norm1 + slot * D : 0, h + seg.start * D,
+                seg.stop - seg.start, D, m->eps, threads);
       dora_linear(h + seg.start * D, D, seg.stop - seg.start, D, layer->qkv + slot * width * D,
                   layer->qkv_bias ? layer->qkv_bias + slot * width : 0, wide + seg.start * width,
                   width, 0, threads);
@@ -433,28 +482,25 @@ void dora_forward(const Model *m, const Step *s) {
       Segment seg = s->segments[i];
       int64_t slot = seg.slot, rows = seg.stop - seg.start, inner = m->inner;
       float *here = x + seg.start * D, *mid = wide + seg.start * 2 * inner;
-      dora_linear(mixed + seg.start * attended, attended, rows, attended, layer->o + slot * D * attended,
-                  layer->o_bias ? layer->o_bias + slot * D : 0, here, D, 1, threads);
       float *normed = h + seg.start * D;
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
-      for (int64_t t = 0; t < rows; t++)
-        norm_row(here + t * D, layer->norm2 + slot * D, normed + t * D, D, m->eps);
+      add_product(here, mixed + seg.start * attended, attended, rows, attended,
+                  layer->o + slot * D * attended, layer->o_bias ? layer->o_bias + slot * D : 0,
+                  layer->post1 ? layer->post1 + slot * D : 0, normed, D, m->eps, threads);
+      norm_rows(here, layer->norm2 ? layer->norm2 + slot * D : 0, normed, rows, D, m->eps, threads);
       dora_linear(normed, D, rows, D, layer->gate_up + slot * 2 * inner * D,
                   layer->gate_up_bias ? layer->gate_up_bias + slot * 2 * inner : 0, mid, 2 * inner,
                   0, threads);
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
       for (int64_t t = 0; t < rows; t++) {
         float *gate = mid + t * 2 * inner, *up = gate + inner;
-        for (int64_t j = 0; j < inner; j += LANES) {
-          vec g = load(gate + j), zero = {0};
-          ivec positive = g > zero;
-          vec e = exp_of(choose(positive, -g, g));
-          vec sigmoid = choose(positive, zero + 1.0f, e) / (1.0f + e);
-          store(gate + j, g * sigmoid * load(up + j));
-        }
+        if (m->gelu)
+          gate_row(1, gate, up, inner);
+        else
+          gate_row(0, gate, up, inner);
       }
-      dora_linear(mid, 2 * inner, rows, inner, layer->down + slot * D * inner,
-                  layer->down_bias ? layer->down_bias + slot * D : 0, here, D, 1, threads);
+      add_product(here, mid, 2 * inner, rows, inner, layer->down + slot * D * inner,
+                  layer->down_bias ? layer->down_bias + slot * D : 0,
+                  layer->post2 ? layer->post2 + slot * D : 0, normed, D, m->eps, threads);
     }
   }
   for (int64_t i = 0; i < s->num_segments; i++) {

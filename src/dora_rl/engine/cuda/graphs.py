@@ -64,12 +64,18 @@ class DecodeGraphs(Generic[T]):
         self._is_full = False  # there was no memory for another graph
 
     def run(
-        self, groups: Mapping[int, Sequence[Span]], state: DeviceSlots, repeat: int = 1
+        self,
+        groups: Mapping[int, Sequence[Span]],
+        state: DeviceSlots,
+        repeat: int = 1,
+        reach: int = 0,
     ) -> Launched[T]:
-        """Launch the pass `repeat` times, a burst; between two of them the device needs nothing."""
+        """Launch the pass `repeat` times, a burst; between two of them the device needs nothing.
+        It comes as many as `reach` positions on, if that is not one in each."""
         first, last = min(groups), max(groups)
         per_version = bucket_of(max(len(spans) for spans in groups.values()), self._rows_max)
-        context = max(span.start for spans in groups.values() for span in spans) + repeat
+        context = max(span.start for spans in groups.values() for span in spans)
+        context += reach or repeat
         num_blocks = -(-context // self._block_tokens)
         blocks_max = blocks_bucket(num_blocks, state.table.shape[1])
         key = Bucket(first, last - first + 1, per_version, blocks_max)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -28,11 +29,12 @@ from torch import Tensor
 from dora_rl.engine.cuda.buckets import Bucket, Bursts, first_buckets
 from dora_rl.engine.cuda.decoder import CudaDecoder, Rows
 from dora_rl.engine.cuda.graphs import DecodeGraphs
+from dora_rl.engine.cuda.guesser import Flown, Guesser, Moment, Timed, places_for
 from dora_rl.engine.cuda.kernels.attention import attend_prefill
 from dora_rl.engine.cuda.kernels.rows import draw, enter
 from dora_rl.engine.cuda.slots import DeviceSlots
 from dora_rl.engine.options import EngineOptions
-from dora_rl.engine.plan import Plan, Span, StepResult
+from dora_rl.engine.plan import Plan, Span, StepResult, most_of
 from dora_rl.engine.runner import Runner
 from dora_rl.engine.tensors import sampler
 from dora_rl.engine.tensors.cache import KvCache
@@ -51,7 +53,9 @@ class Flight:
 
     parts: list[tuple[list[Span], Drawn]] = field(default_factory=list)
     bursts: list[tuple[list[Span], list[int], Tensor]] = field(default_factory=list)
+    guessed: list[Flown] = field(default_factory=list[Flown])
     event: torch.cuda.Event | None = None
+    timed: Timed | None = None
 
 
 class CudaRunner(Runner):
@@ -70,18 +74,25 @@ class CudaRunner(Runner):
         self._drawn: dict[int, Tensor] = {}  # by number of rows: [step, 2, row], see `draw`
         self.lora = self.weights.adapters is not None
         self.decoder = CudaDecoder(spec, self.weights, self.context)
+        guesses = options.speculation == "on" and self.depth > 0 and self.cache.routing is None
         self.slots = DeviceSlots(
             options.seqs_max,
             self.blocks_max,
             self.cache.scrap_block,
             options.device,
-            options.burst_max,
+            places_for(options.burst_max) if guesses else options.burst_max,
         )
         self._load_stream = torch.cuda.Stream(options.device) if self.on_gpu else None
         graphs = options.cuda_graphs and self.on_gpu
         where = options.seqs_max, options.block_tokens, options.device, graphs
-        self._hidden = DecodeGraphs(self._decode_pass, *where)
+        self._hidden = DecodeGraphs(self._hidden_pass, *where)
         self._drawing = DecodeGraphs(self._drawing_pass, *where)
+        self._guesser: Guesser | None = None
+        self._guessing: dict[int, DecodeGraphs[tuple[Tensor, Tensor]]] = {}  # by rows of a version
+        self._graphs_of = where
+        if guesses:
+            self._guesser = Guesser(self.slots, self.context, options.device)
+            self.guessing = self._guesser.guessing
 
     def load(self, slot: int, source: TensorSource, where: str) -> Iterator[str]:
         """On a stream of its own: nothing that is launched meanwhile waits for it."""
@@ -96,7 +107,7 @@ class CudaRunner(Runner):
         """Compile kernels and capture graphs that nearly every run needs, one at a time; `plain` as
         requests are. Kernels are compiled apart for numbers of rows that 16 divides."""
         for num_rows in (64, 65):
-            if num_rows <= len(self.decoder.cos):
+            if num_rows <= self.context:
                 self.score(0, [0] * num_rows)
             yield
         graphs = self._drawing if plain else self._hidden
@@ -111,11 +122,18 @@ class CudaRunner(Runner):
 
     @torch.inference_mode()
     def launch(self, plan: Plan, slots: Mapping[Version, int]) -> Flight:
-        self._choose_burst()
+        if not plan.guess_rows:
+            self._choose_burst()
         self.slots.turn()
         self.cache.perform(plan)
         flight = Flight()
+        if self.guessing is not None and plan.is_decode():
+            most = most_of((span.seq for span in plan.spans), together=self.lora)
+            flight.timed = Timed(most, plan.guess_rows, plan.repeat, Moment(self.on_gpu))
         self.slots.update(plan.spans, slots if self.lora else None)
+        if plan.guess_rows:
+            self._guess(plan, slots, flight)
+            return self._launched(flight)
         decode: dict[int, list[Span]] = {}
         prefill: dict[int, list[Span]] = {}
         for span in plan.spans:
@@ -130,6 +148,11 @@ class CudaRunner(Runner):
             passes = [decode] if self.options.one_pass else [{v: s} for v, s in decode.items()]
             for part in passes:
                 self._decode(part, flight, plan.repeat)
+        return self._launched(flight)
+
+    def _launched(self, flight: Flight) -> Flight:
+        if flight.timed is not None:
+            flight.timed.ended = Moment(self.on_gpu)
         if self.on_gpu:
             flight.event = self._last = self.slots.finished()
         return flight
@@ -144,15 +167,23 @@ class CudaRunner(Runner):
             launched.event.synchronize()
             if launched.event is self._last:
                 self._last = None  # nothing is in flight: that the GPU is idle says nothing
+        if launched.timed is not None and self.guessing is not None:
+            timed = launched.timed
+            self.guessing.time(*timed.most, timed.rows, timed.seconds())
         found = [r for spans, drawn in launched.parts for r in read_drawn(spans, drawn)]
         for spans, rows, data in launched.bursts:
             found += read_burst(spans, rows, data.numpy())
+        for flown in launched.guessed:
+            assert self._guesser is not None
+            found += self._guesser.read(flown)
         return found
 
     def settle(self) -> None:
         if self.on_gpu:
             torch.cuda.synchronize()
         self._last = None
+        if self._guesser is not None:
+            self._guesser.forget()
 
     @torch.inference_mode()
     def score(self, slot: int, token_ids: Sequence[int]) -> list[float]:
@@ -170,7 +201,9 @@ class CudaRunner(Runner):
         rows = Rows(base, 1, count, embedded, zeros, positions, table, adapters)
         tiles = self._tiles([(0, 0, 0, count)])
         hidden = self.decoder.forward(
-            rows, scratch, lambda q, pool: attend_prefill(q, pool, table, tiles, PREFILL_TILE)
+            rows,
+            scratch,
+            lambda q, pool, *how: attend_prefill(q, pool, table, tiles, PREFILL_TILE, *how),
         )
         logits = self.decoder.logits(hidden[:-1], base)
         return torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0].tolist()
@@ -209,7 +242,9 @@ class CudaRunner(Runner):
         hidden = self.decoder.forward(
             rows,
             self.cache,
-            lambda q, pool: attend_prefill(q, pool, self.slots.table, tiles, PREFILL_TILE),
+            lambda q, pool, *how: attend_prefill(
+                q, pool, self.slots.table, tiles, PREFILL_TILE, *how
+            ),
         )
         if recorded:
             hidden = hidden[wanted]
@@ -250,34 +285,91 @@ class CudaRunner(Runner):
         decoded = self._hidden.run(groups, self.slots)
         for slot, spans in sorted(groups.items()):
             rows = decoded.rows_of(slot, len(spans))
-            logits = self.decoder.logits(decoded.result[0][rows.start : rows.stop], slot)
+            logits = self.decoder.logits(decoded.result[rows.start : rows.stop], slot)
             flight.parts.append((spans, self._to_host(self._sample(spans, logits))))
 
-    def _decode_pass(self, bucket: Bucket, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states and positions of [version, row] rows; what a graph captures."""
+    def _hidden_pass(self, bucket: Bucket, slots: Tensor) -> Tensor:
+        """Hidden states of [version, row] rows; what a graph captures."""
+        return self._decode_pass(bucket, slots)[0]
+
+    def _decode_pass(self, bucket: Bucket, slots: Tensor) -> tuple[Tensor, Rows]:
         state = self.slots
         embed = self.weights.embed[bucket.first : bucket.first + bucket.num_versions]
         x, positions = enter(slots, state.last_token, state.position, state.step, embed)
+        x = self.decoder.entered(x)
         adapters = state.adapter[slots] if self.lora else None
         where = (x, slots, positions, state.table, adapters)
         rows = Rows(*bucket[:3], *where, bucket.blocks_max)
         hidden = self.decoder.forward(rows, self.cache, None)
-        return hidden, positions
+        return hidden, rows
 
     def _drawing_pass(self, bucket: Bucket, slots: Tensor) -> Tensor:
         """The decode pass, the head and the draw of every row; see `draw` for what it gives."""
-        hidden, positions = self._decode_pass(bucket, slots)
-        logits, chunks = self.decoder.scored_logits(
-            hidden, bucket.first, bucket.num_versions, slots, self.slots.temperature
+        hidden, rows = self._decode_pass(bucket, slots)
+        return self._draw(rows, hidden, advance=True)
+
+    # ----------------------------------------------------------------- guesses
+
+    def _guess(self, plan: Plan, slots: Mapping[Version, int], flight: Flight) -> None:
+        """A burst in which the device has guesses of its own in some of its rows."""
+        assert self._guesser is not None
+        reach = self._guesser.prepare(plan.spans, self.options.block_tokens)
+        groups: dict[int, list[Span]] = {}
+        for span in plan.spans:
+            groups.setdefault(0 if self.lora else slots[span.seq.version], []).append(span)
+        num_rows = plan.guess_rows
+        assert num_rows >= max(map(len, groups.values())), "a row for each request at least"
+        if num_rows not in self._guessing:
+            decode = partial(self._guessing_pass, num_rows)
+            self._guessing[num_rows] = DecodeGraphs(decode, *self._graphs_of)
+        launched = self._guessing[num_rows].run(groups, self.slots, plan.repeat, reach)
+        every = [span for spans in groups.values() for span in spans]
+        places = [row for v, spans in groups.items() for row in launched.rows_of(v, len(spans))]
+        burst = slice(launched.begun, launched.begun + plan.repeat)
+        drawn, info = (self.slots.download_aside(data[burst]) for data in launched.result)
+        most = most_of((span.seq for span in every), together=self.lora)
+        flown = Flown(every, places, most, num_rows, drawn, info)
+        flight.guessed.append(flown)
+        self._guesser.flew()
+
+    def _guessing_pass(self, num_rows: int, bucket: Bucket, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """The drawing pass with `num_rows` rows of a version; see `guesses` for what it gives."""
+        guesser, state = self._guesser, self.slots
+        assert guesser is not None
+        embed = self.weights.embed[bucket.first : bucket.first + bucket.num_versions]
+        entered, info = guesser.enter(slots, embed, num_rows)
+        adapters = state.adapter[entered.slots] if self.lora else None
+        rows = Rows(
+            bucket.first,
+            bucket.num_versions,
+            num_rows,
+            entered.x,
+            entered.slots,
+            entered.positions,
+            state.table,
+            adapters,
+            bucket.blocks_max,
+            fresh=guesser.guesses_max,
         )
-        count = len(slots)
-        if count not in self._drawn:
-            shape = (self.slots.steps_max, 2, count)
-            self._drawn[count] = torch.zeros(shape, dtype=torch.int32, device=slots.device)
-        draw(logits, chunks, slots, positions, self.slots, self._drawn[count])
-        return self._drawn[count]
+        hidden = self.decoder.forward(rows, self.cache, None)
+        drawn = self._draw(rows, hidden, advance=False)
+        guesser.accept(slots, entered.tokens, drawn, info)
+        return drawn, info
 
     # ---------------------------------------------------------------- sampling
+
+    def _draw(self, rows: Rows, hidden: Tensor, advance: bool) -> Tensor:
+        """The head and the draw of every row; see `draw` for what it gives."""
+        logits, chunks = self.decoder.scored_logits(
+            hidden, rows.first, rows.num_versions, rows.slots, self.slots.temperature
+        )
+        count = len(rows.slots)
+        if count not in self._drawn:
+            shape = (self.slots.steps_max, 2, count)
+            self._drawn[count] = torch.zeros(shape, dtype=torch.int32, device=rows.slots.device)
+        out = self._drawn[count]
+        draw(logits, chunks, rows.slots, rows.positions, self.slots, out, advance)
+        return out
 
     def _sample(self, spans: list[Span], logits: Tensor) -> Drawn:
         """The general sampler (filters, forced tokens, top log-probs), still on the device."""

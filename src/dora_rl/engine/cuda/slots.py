@@ -177,4 +177,8 @@ class DeviceSlots:
     def mark(self, spans: Sequence[Span], repeat: int = 1) -> None:
         """These spans drew on the device: their newest token is the input at their end position."""
         for span in spans:
-            self._synced[span.seq.slot] = (span.seq, span.start + span.num_rows + repeat - 1)
+            self.mark_at(span.seq, span.start + span.num_rows + repeat - 1)
+
+    def mark_at(self, seq: Seq, position: int) -> None:
+        """The device has its token at this position."""
+        self._synced[seq.slot] = (seq, position)

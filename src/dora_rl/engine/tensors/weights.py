@@ -27,14 +27,17 @@ from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.tensors.cache import DTYPES, empty
 from dora_rl.model.directory import HfDirectory, TensorSource
 from dora_rl.model.names import (
+    HEAD,
     PREFIX,
     SCALE,
+    Place,
     by_layer,
     check_shape,
     packed_shapes,
     places_of,
     targets_of,
 )
+from dora_rl.model.rope import head_order, reordered
 from dora_rl.model.sealed import CheckedSource, check_base, check_canary
 from dora_rl.model.spec import ModelSpec
 from dora_rl.out_of_memory import maybe_fail
@@ -54,18 +57,20 @@ HASH_THREADS = 4  # beside it
 class Layer:
     """Packed parameters of one layer, each stacked over version slots."""
 
-    norm1: Tensor
     qkv: Tensor
     o: Tensor
-    norm2: Tensor
     gate_up: Tensor  # [slot, 2 I, D], or [slot, expert, 2 I, D] in a sparse layer
     down: Tensor
     qkv_bias: Tensor | None = None
     o_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
-    qk_norm: Tensor | None = None  # [slot, heads + kv heads, head dim]
+    qk_norm: Tensor | None = None  # [slot, heads + kv heads, head dim], or flat over all heads
     router: Tensor | None = None
+    norm1: Tensor | None = None  # before attention, of what it adds; the same of the MLP
+    post1: Tensor | None = None
+    norm2: Tensor | None = None
+    post2: Tensor | None = None
     # The B of adapters, by matrix (see `lora`).
     up: dict[str, Tensor] = field(default_factory=dict, init=False)
 
@@ -74,19 +79,28 @@ class ModelWeights:
     """All slots of one model shape on one device."""
 
     def __init__(
-        self, spec: ModelSpec, num_slots: int, device: str, dtype: str, lora_rank: int = 0
+        self,
+        spec: ModelSpec,
+        num_slots: int,
+        device: str,
+        dtype: str,
+        lora_rank: int = 0,
+        lora_head: bool = False,
     ) -> None:
         self.spec, self.num_slots = spec, 1 if lora_rank else num_slots
         self.dtype = DTYPES[dtype]
         self.targets = targets_of(spec)
+        self._order = head_order(spec.rope, spec.head_dim)
         self._params: dict[str, Tensor] = {}
-        lora = LoraShape(lora_rank, num_slots) if lora_rank else None
+        lora = LoraShape(lora_rank, num_slots, lora_head) if lora_rank else None
         own: list[dict[str, Tensor]] = [{} for _ in range(spec.num_layers)]
+        exact = {target.param for target in self.targets.values() if target.offset}
         for name, (rows, *columns) in packed_shapes(self.targets).items():
             index, _, matrix = name.rpartition(".")
             if lora is not None and matrix in NUM_PARTS and len(columns) == 1:
                 rows += lora.padding(name)
-            param = empty((self.num_slots, rows, *columns), self.dtype, device)
+            kind = torch.float32 if name in exact else self.dtype
+            param = empty((self.num_slots, rows, *columns), kind, device)
             self._params[name] = param
             if index:
                 own[int(index)][matrix] = param
@@ -108,6 +122,8 @@ class ModelWeights:
         for layer in self.layers:
             weights += [layer.qkv, layer.o, layer.gate_up, layer.down, *layer.up.values()]
             weights += [layer.router] if layer.router is not None else []
+        if self.adapters is not None and self.adapters.head is not None:
+            weights += self.adapters.head
         return {(weight.shape[-2], weight.shape[-1]) for weight in weights}
 
     def load_version(self, slot: int, source: TensorSource, where: str) -> Iterator[str]:
@@ -126,7 +142,9 @@ class ModelWeights:
         check_shape(target, name, tuple(data.shape), where)
         param = self._params[target.param][slot if target.expert < 0 else (slot, target.expert)]
         rows = param[target.start : target.start + target.rows]
-        rows.copy_(data.detach().expand(rows.shape))
+        data = data.detach().float() + target.offset if target.offset else data.detach()
+        data = reordered(data, target.turned, self._order)
+        rows.copy_(data.expand(rows.shape))
 
 
 def free_bytes(device: str) -> int:
@@ -144,7 +162,7 @@ def version_bytes(spec: ModelSpec, dtype: str) -> int:
 def make_weights(spec: ModelSpec, options: EngineOptions) -> ModelWeights:
     """Room for what the options say; one line for the user where there is not that much."""
     o, free = options, free_bytes(options.device)
-    sized = ModelWeights(spec, o.versions_max, "meta", o.dtype, o.lora_rank)
+    sized = ModelWeights(spec, o.versions_max, "meta", o.dtype, o.lora_rank, o.lora_head)
     each, fit = sized.bytes_per_version, int(free * 0.9) // sized.bytes_per_version
     slots = sized.adapters.bytes_per_version * o.versions_max if sized.adapters else 0
     require(
@@ -159,7 +177,7 @@ def make_weights(spec: ModelSpec, options: EngineOptions) -> ModelWeights:
             f"and {o.device} has {free / GIB:.2f} GiB free; at most {fit} fit",
         ),
     )
-    return ModelWeights(spec, o.versions_max, o.device, o.dtype, o.lora_rank)
+    return ModelWeights(spec, o.versions_max, o.device, o.dtype, o.lora_rank, o.lora_head)
 
 
 class Residency:
@@ -284,8 +302,9 @@ def aside(load: Callable[[], Iterator[str]]) -> Iterator[str]:
 #     b       [slot, N, R]    B * alpha / rank; zero outside the part that an A row belongs to
 #     y = x weight^T          y[:, N + slot * R ..][row] b[slot]^T  is added to  y[:, :N][row]
 #
-# A packed matrix (query, key, value; gate, up) has one A per part, R = parts * rank. Never changes
-# the base. Invariant: a slot holds exactly one version's adapter, or zeros.
+# A packed matrix (query, key, value; gate, up) has one A per part, R = parts * rank. An adapter of
+# the output matrix, which may be the embedding too, has its A by itself. Never changes the base.
+# Invariant: a slot holds exactly one version's adapter, or zeros.
 
 
 ROWS_MULTIPLE = 128  # of the rows under a base matrix, which the GPU's products are cut by
@@ -293,10 +312,11 @@ ROWS_MULTIPLE = 128  # of the rows under a base matrix, which the GPU's products
 
 @dataclass(frozen=True, slots=True)
 class LoraShape:
-    """`LoraShape(rank, slots)`: how many adapters of which size."""
+    """`LoraShape(rank, slots)`: their sizes and number; `head`: also of the output matrix."""
 
     rank: int
     num_slots: int
+    head: bool = False
 
     def columns(self, param: str) -> int:
         return self.rank * NUM_PARTS[param.split(".")[-1]]
@@ -316,6 +336,7 @@ class Adapters:
     def __init__(self, spec: ModelSpec, shape: LoraShape, params: dict[str, Tensor]) -> None:
         self.shape = shape
         self.places = places_of(spec)
+        self._order = head_order(spec.rope, spec.head_dim)
         self._params = params
         self.b: dict[str, Tensor] = {}
         for name in dict.fromkeys(place.param for place in self.places.values()):
@@ -327,10 +348,17 @@ class Adapters:
                 dtype=weight.dtype,
                 device=weight.device,
             )
+        self.head: tuple[Tensor, Tensor] | None = None  # A [slot, R, K] and B [slot, V, R]
+        if shape.head:
+            embed = params["embed"]
+            a = embed.new_zeros((shape.num_slots, shape.rank, spec.hidden))
+            self.head = a, embed.new_zeros((shape.num_slots, spec.vocab, shape.rank))
+            self.places[HEAD] = Place("", 0, 0, spec.vocab, spec.hidden)
 
     @property
     def bytes_per_version(self) -> int:
-        return sum(b[0].nbytes + self.down(name, 0).nbytes for name, b in self.b.items())
+        head = sum(part[0].nbytes for part in self.head or ())
+        return head + sum(b[0].nbytes + self.down(name, 0).nbytes for name, b in self.b.items())
 
     def down(self, param: str, slot: int) -> Tensor:
         """A of a slot, all parts: [R, K], a view."""
@@ -346,6 +374,8 @@ class Adapters:
         for param in self.b:
             self.down(param, slot).zero_()
             self.b[param][slot].zero_()
+        for part in self.head or ():
+            part[slot].zero_()
         modules = sorted(self._modules(names, where), key=_layer_of)
         for layer, members in groupby(modules, _layer_of):
             for module in members:
@@ -371,11 +401,18 @@ class Adapters:
                 f"{where}: adapter of {module} is {tuple(b.shape)} x {tuple(a.shape)}, "
                 f"{(place.rows, rank)} x {(rank, place.width)} was expected"
             )
+        if module == HEAD:
+            assert self.head is not None
+            self.head[0][slot, : len(a)].copy_(a)
+            self.head[1][slot, :, : len(a)].copy_(b.float() * scale)
+            return
         first = place.part * rank
         self.down(place.param, slot)[first : first + len(a)].copy_(a)
         rows = slice(place.start, place.start + place.rows)
+        b = reordered(b, place.turned, self._order)
         self.b[place.param][slot, rows, first : first + len(a)].copy_(b.float() * scale)
 
 
 def _layer_of(module: str) -> int:
-    return int(module.split(".")[2])
+    """The output matrix comes behind all layers."""
+    return 1 << 30 if module == HEAD else int(module.split(".")[2])

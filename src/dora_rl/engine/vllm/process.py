@@ -24,8 +24,9 @@ from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Sequence as Seq
 from dora_rl.engine.sequence import is_filtered
 from dora_rl.engine.tensors.cache import DTYPES
-from dora_rl.model.directory import TensorSource, write_adapter
-from dora_rl.model.names import LINEAR_LAYERS, SCALE
+from dora_rl.model.directory import TensorSource, read_spec, write_adapter
+from dora_rl.model.names import LINEAR_LAYERS, SCALE, places_of
+from dora_rl.model.spec import ModelSpec
 from dora_rl.types import UserError, Version
 
 GIB = 1 << 30
@@ -274,7 +275,7 @@ def vllm_arguments(vllm: VllmOptions, options: EngineOptions) -> dict[str, Any]:
         "enable_prefix_caching": options.prefix_cache,
         "max_num_seqs": options.seqs_max,
         "max_num_batched_tokens": options.step_tokens_max,
-        "max_model_len": options.context_max or None,
+        "max_model_len": options.context_max or _context_max(vllm.model),
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "disable_log_stats": True,
@@ -308,6 +309,26 @@ def vllm_arguments(vllm: VllmOptions, options: EngineOptions) -> dict[str, Any]:
             "max_cpu_loras": options.versions_max,
             "max_lora_rank": rank,
             # Not the output head: through an adapted one vLLM cannot score a prompt for the canary.
-            "lora_target_modules": list(LINEAR_LAYERS),
+            "lora_target_modules": _adapted_layers(vllm.model),
         }
     return arguments
+
+
+def _spec_of(model: str) -> ModelSpec | None:
+    """Of a family that we know, else nothing."""
+    try:
+        return read_spec(model)
+    except UserError:
+        return None
+
+
+def _context_max(model: str) -> int | None:
+    """None: what vLLM finds. With longrope it would take the factors of long texts for all."""
+    spec = _spec_of(model)
+    return spec.context_max if spec is not None and spec.rope.kind == "longrope" else None
+
+
+def _adapted_layers(model: str) -> list[str]:
+    spec = _spec_of(model)
+    own = [] if spec is None else [module.rpartition(".")[2] for module in places_of(spec)]
+    return list(dict.fromkeys((*LINEAR_LAYERS, *own)))

@@ -9,10 +9,17 @@ from typing import Any
 from dora_rl.model.spec import ModelSpec, NotSupported
 
 FAMILIES = (
+    "dora_rl.model.families.gemma3",
+    "dora_rl.model.families.glm",
     "dora_rl.model.families.llama",
+    "dora_rl.model.families.mistral",
+    "dora_rl.model.families.olmo2",
+    "dora_rl.model.families.olmo3",
+    "dora_rl.model.families.phi3",
     "dora_rl.model.families.qwen2",
     "dora_rl.model.families.qwen3",
     "dora_rl.model.families.qwen3_moe",
+    "dora_rl.model.families.smollm3",
 )
 
 

@@ -88,18 +88,15 @@ def find(membership: Path = Path("/proc/self/cgroup"), mounts: str = "") -> Grou
         if mount is None or inside is None:
             return None
         own = mount / inside.strip("/")
-        for parent in dict.fromkeys((own.parent if own != mount else own, own)):
-            if found := _try(parent):
-                return found
+        parents = dict.fromkeys((own.parent if own != mount else own, own))
+        return next(filter(None, map(_try, parents)), None)
     return None
 
 
 def _mount_point(mounts: str) -> Path | None:
-    for line in mounts.splitlines():
-        place, _, kind = line.partition(" - ")
-        if kind.startswith("cgroup2 "):
-            return Path(place.split()[4])
-    return None
+    parts = (line.partition(" - ") for line in mounts.splitlines())
+    places = (Path(place.split()[4]) for place, _, kind in parts if kind.startswith("cgroup2 "))
+    return next(places, None)
 
 
 def _try(parent: Path) -> Groups | None:

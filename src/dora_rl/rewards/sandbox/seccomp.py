@@ -95,12 +95,10 @@ def _looked_into() -> dict[str, list[bytes]]:
 
 def segments(machine: str) -> list[tuple[int, list[bytes]]]:
     """What is done from each number on, until the next entry; the first entry is 0."""
-    done: dict[int, list[bytes]] = {}
-    for table in calls.PLAIN:
-        done |= {number: [ALLOW] for number in calls.numbers(table, machine).values()}
-    looked_into = _looked_into()
-    for name, number in calls.numbers(calls.CHECKED, machine).items():
-        done[number] = looked_into[name]
+    plain = (calls.numbers(table, machine).values() for table in calls.PLAIN)
+    done = {number: [ALLOW] for numbers in plain for number in numbers}
+    looked_into, checked = _looked_into(), calls.numbers(calls.CHECKED, machine)
+    done |= {number: looked_into[name] for name, number in checked.items()}
     made: list[tuple[int, list[bytes]]] = []
     for number in range(max(*done, NEW_CALLS) + 2):
         action = done.get(number, [DENY] if number < NEW_CALLS else [_refuse(errno.ENOSYS)])

@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Protocol
 
 from dora_rl.rewards.sandbox.dialog import Dialog
@@ -99,16 +100,13 @@ def usage_of(pid: int) -> tuple[float, int, dict[Process, int]]:
         place = f"/proc/{process}"
         num_seen += 1
         with suppress(FileNotFoundError, ProcessLookupError):
-            with open(f"{place}/stat", "rb") as file:
-                # Fields after the command name, which may hold spaces and brackets.
-                fields = file.read().rpartition(b")")[2].split()
-            with open(f"{place}/statm", "rb") as file:
-                pages += int(file.read().split()[1])
+            # Fields after the command name, which may hold spaces and brackets.
+            fields = Path(place, "stat").read_bytes().rpartition(b")")[2].split()
+            pages += int(Path(place, "statm").read_bytes().split()[1])
             ticks += sum(map(int, fields[11:15]))
             own[process, int(fields[19])] = sum(map(int, fields[11:13]))
             for thread in os.listdir(f"{place}/task"):
-                with open(f"{place}/task/{thread}/children", "rb") as file:
-                    waiting += map(int, file.read().split())
+                waiting += map(int, Path(place, "task", thread, "children").read_bytes().split())
     return ticks / TICKS_PER_S, pages * PAGE_BYTES, own
 
 
@@ -159,13 +157,12 @@ def verdict(
 def _end(report: Mapping[str, Any], stderr: str, came_to_end: bool) -> End:
     if not report:
         return End.LOST
-    if report["signal"] == signal.SIGXCPU:
-        return End.CPU
-    if report["signal"]:
-        return End.SIGNAL
-    if report["exit"] is None:
-        return End.TIME
-    if report["exit"] == 0:
-        return End.OK if came_to_end else End.LEFT
     last = stderr.rstrip().rpartition("\n")[2]
-    return End.MEMORY if last.startswith("MemoryError") else End.FAILED
+    ends = (
+        (report["signal"] == signal.SIGXCPU, End.CPU),
+        (report["signal"], End.SIGNAL),
+        (report["exit"] is None, End.TIME),
+        (report["exit"] == 0, End.OK if came_to_end else End.LEFT),
+        (last.startswith("MemoryError"), End.MEMORY),
+    )
+    return next((end for is_so, end in ends if is_so), End.FAILED)

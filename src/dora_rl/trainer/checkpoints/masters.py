@@ -16,7 +16,7 @@ what `whole` makes of what it gives is the master in every bit, for every float3
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -170,10 +170,5 @@ def prefixed(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def with_prefix(prefix: str, sealed: SealedWeights) -> dict[str, Tensor]:
     """The tensors whose names begin so, without it."""
-    return dict(_with_prefix(prefix, sealed))
-
-
-def _with_prefix(prefix: str, sealed: SealedWeights) -> Iterator[tuple[str, Tensor]]:
-    for name in sealed.names():
-        if name.startswith(prefix):
-            yield name.removeprefix(prefix), sealed.tensor(name)
+    names = [name for name in sealed.names() if name.startswith(prefix)]
+    return {name.removeprefix(prefix): sealed.tensor(name) for name in names}

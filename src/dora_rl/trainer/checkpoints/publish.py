@@ -109,6 +109,22 @@ class Drafts(NamedTuple):
                 draft.discard()
 
 
+def _make_room(
+    version: Version,
+    store: WeightStore,
+    exact: WeightStore | None,
+    num_bytes: tuple[int, int] = (0, 0),
+    pin: Callable[[Any], Callable[[], None]] | None = None,
+) -> Drafts:
+    """Of both, or of none where one cannot be had."""
+    with contextlib.ExitStack() as undo:
+        first = store.draft(version, num_bytes[0], pin)
+        undo.callback(first.discard)
+        made = Drafts(first, None if exact is None else exact.draft(version, num_bytes[1], pin))
+        undo.pop_all()
+        return made
+
+
 class Publisher:
     """Publishes in order, in the background if asked: the next step begins on the live weights."""
 
@@ -127,18 +143,9 @@ class Publisher:
     ) -> None:
         """Have the memory of a version that is to come made ready in a thread: for one of some
         gigabytes that takes longer than filling it. `num_bytes`: of it and of its exact state."""
-
-        def make() -> Drafts:
-            with contextlib.ExitStack() as undo:
-                first = store.draft(version, num_bytes[0], pin)
-                undo.callback(first.discard)
-                made = Drafts(first, exact.draft(version, num_bytes[1], pin))
-                undo.pop_all()
-                return made
-
         self._drop_prepared()
         pool = ThreadPoolExecutor(1, thread_name_prefix="publish-room")
-        self._ahead = version, pool.submit(make)
+        self._ahead = version, pool.submit(_make_room, version, store, exact, num_bytes, pin)
         pool.shutdown(wait=False)
 
     def begin(self, version: Version, store: WeightStore, exact: WeightStore | None) -> Drafts:
@@ -149,12 +156,7 @@ class Publisher:
                 Exception
             ):  # what was in the way is said below, if it still is
                 return made.result()
-        draft = store.draft(version)
-        try:
-            return Drafts(draft, None if exact is None else exact.draft(version))
-        except BaseException:
-            draft.discard()
-            raise
+        return _make_room(version, store, exact)
 
     def snapshot(
         self, policy: Policy, dtype: torch.dtype, version: Version, drafts: Drafts | None

@@ -35,6 +35,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dora_rl.config import CheckpointConfig
+from dora_rl.io.append_log import flush, write_whole
 from dora_rl.model.directory import write_model
 from dora_rl.trainer.checkpoints.digests import (
     FORMAT,
@@ -54,6 +55,7 @@ from dora_rl.trainer.policy.lora import (
     adapter_tensors,
     is_adapter,
     load_adapter_tensors,
+    name_now,
     plain_name,
     save_adapter,
 )
@@ -233,8 +235,11 @@ def _saved_optimizers(learner: Learner) -> Iterable[tuple[str, Optimizer]]:
 
 @torch.no_grad()
 def _fill(module: nn.Module, tensors: dict[str, Tensor]) -> None:
-    for name, p in module.named_parameters():
-        p.copy_(like_shard(tensors[name], p))
+    named = dict(module.named_parameters())
+    for name, tensor in tensors.items():
+        p = named.pop(name_now(name, named))
+        p.copy_(like_shard(tensor, p))
+    assert not named, f"nothing fills {sorted(named)}"
 
 
 # -- files ----------------------------------------------------------------------------------------
@@ -250,8 +255,8 @@ def write_atomically(target: Path, fill: Callable[[Path], None]) -> None:
     fill(temporary)
     for folder, _, files in os.walk(temporary, topdown=False):
         for name in files:
-            _flush(Path(folder) / name)
-        _flush(Path(folder))
+            flush(Path(folder) / name)
+        flush(Path(folder))
     if target.exists():
         # rename cannot replace a full directory; the old one steps aside first.
         aside = target.with_name(f".{target.name}.old")
@@ -260,15 +265,7 @@ def write_atomically(target: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(aside)
     else:
         temporary.rename(target)
-    _flush(target.parent)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush(target.parent)
 
 
 def copy_side_files(source: Path, target: Path) -> None:
@@ -365,11 +362,8 @@ class Checkpoints:
         if not path.parent.is_dir():
             return
         said = {"metric": self.options.best_metric, "score": score}
-        # Hidden: what a kill leaves of it is no file of the checkpoint.
-        temporary = path.with_name(f".{SCORE}")
-        temporary.write_text(json.dumps(said | {"seal": seal_of(said)}) + "\n")
-        _flush(temporary)
-        temporary.rename(path)
+        text = json.dumps(said | {"seal": seal_of(said)}) + "\n"
+        write_whole(path, [text.encode()])
 
     def prune(self, sealed: Version) -> list[Path]:
         """Delete what is neither among the newest nor the best; returns what went.

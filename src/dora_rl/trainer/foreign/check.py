@@ -32,7 +32,7 @@ from dora_rl.trainer.foreign.policy import CheckpointFormat, ForeignPolicy, own_
 from dora_rl.trainer.policy.decoder import cast_parameters
 from dora_rl.trainer.policy.logprobs import TokenScores
 from dora_rl.types import UserError
-from dora_rl.user_code import require
+from dora_rl.user_code import one_line, require
 
 LENGTHS = (23, 21, 7, 1, 22)  # three share a batch and are padded, two are alone
 # Of the spread of log-probs: rounding is far below, a document that sees another one far above.
@@ -111,9 +111,7 @@ def _one_line(directory: Path, kind: str) -> Iterator[None]:
     except Exception as error:
         why = str(error)
         if not isinstance(error, UserError):
-            line = next(iter(why.strip().splitlines()), "")
-            what = f"{type(error).__name__}: {line}" if line else type(error).__name__
-            why = f"it does not run through transformers ({what})"
+            why = f"it does not run through transformers ({one_line(error)})"
         raise UserError(f"model '{directory}' (type '{kind}') cannot be trained: {why}") from error
 
 

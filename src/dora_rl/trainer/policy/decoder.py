@@ -1,4 +1,4 @@
-"""A lean packed decoder for Llama, Qwen2, Qwen3 and Qwen3-MoE, on Hugging Face parameter names.
+"""A lean packed decoder for the families of `model/families/`, on Hugging Face parameter names.
 
 One pack of documents goes in as (P,) token ids: no batch dimension, no padding, no cache, few
 operations. Never holds the logits of a pack (see `logprobs`).
@@ -12,7 +12,8 @@ where they are used, so gradients arrive in float32.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,8 @@ from dora_rl.trainer.policy.logprobs import (
 )
 from dora_rl.trainer.policy.lora import Linear, operator, side_by_side
 
+Turn: TypeAlias = tuple[Tensor, Tensor]  # cosines and sines of a rotary embedding
+
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
     """Keep parameters, and nothing else, in `dtype`. Buffers such as the frequencies of rotary
@@ -41,15 +44,15 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 class RmsNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) · weight, the mean in float32."""
+    """x / sqrt(mean(x²) + eps) · (offset + weight), the mean in float32."""
 
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, width: int, arch: ModelSpec) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
+        self.eps, self.offset = arch.norm_eps, arch.norm_offset
+        self.weight = nn.Parameter(torch.full((width,), 1.0 - self.offset))
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, self.offset)
 
 
 class Attention(nn.Module):
@@ -58,35 +61,66 @@ class Attention(nn.Module):
     def __init__(self, arch: ModelSpec, attend: Attend) -> None:
         super().__init__()
         h, d = arch.hidden, arch.head_dim
-        self.arch, self.attend, self.scale = arch, attend, d**-0.5
-        self.q_proj = Linear(h, arch.num_heads * d, bias=arch.qkv_bias)
-        self.k_proj = Linear(h, arch.num_kv_heads * d, bias=arch.qkv_bias)
-        self.v_proj = Linear(h, arch.num_kv_heads * d, bias=arch.qkv_bias)
-        self.o_proj = Linear(arch.num_heads * d, h, bias=arch.o_bias)
-        self.q_norm = RmsNorm(d, arch.norm_eps) if arch.qk_norm else None
-        self.k_norm = RmsNorm(d, arch.norm_eps) if arch.qk_norm else None
+        self.arch, self.attend = arch, attend
+        q, kv = arch.num_heads * d, arch.num_kv_heads * d
+        if arch.fused_qkv:
+            self.qkv_proj = Linear(h, q + 2 * kv, bias=arch.qkv_bias)
+        else:
+            self.q_proj = Linear(h, q, bias=arch.qkv_bias)
+            self.k_proj = Linear(h, kv, bias=arch.qkv_bias)
+            self.v_proj = Linear(h, kv, bias=arch.qkv_bias)
+        self.o_proj = Linear(q, h, bias=arch.o_bias)
+        whole = arch.qk_norm_whole
+        self.q_norm = RmsNorm(q if whole else d, arch) if arch.qk_norm else None
+        self.k_norm = RmsNorm(kv if whole else d, arch) if arch.qk_norm else None
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        t, d = x.shape[0], self.arch.head_dim
-        made = side_by_side(x, self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (y.view(t, -1, d) for y in made)
+        arch, shape = self.arch, (x.shape[0], -1, self.arch.head_dim)
+        q, k, v = self._made(x)
+        if not arch.qk_norm_whole:
+            q, k = q.view(shape), k.view(shape)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
+        q, k, v = (y.view(shape) for y in (q, k, v))
+        pairs = arch.rope.interleaved
+        return rotate(q, cos, sin, pairs), rotate(k, cos, sin, pairs), v
+
+    def _made(self, x: Tensor) -> Sequence[Tensor]:
+        """Queries, keys and values, all heads of each side by side."""
+        if not self.arch.fused_qkv:
+            return side_by_side(x, self.q_proj, self.k_proj, self.v_proj)
+        kv = self.arch.num_kv_heads * self.arch.head_dim
+        sizes = (self.arch.num_heads * self.arch.head_dim, kv, kv)
+        q, k, v = self.qkv_proj(x).split(sizes, -1)
+        return q, k, v.contiguous()  # attention keeps it, and would keep all three
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 class Mlp(nn.Module):
-    """down(silu(gate(x)) · up(x))."""
+    """down(act(gate(x)) · up(x))."""
 
     def __init__(self, arch: ModelSpec) -> None:
         super().__init__()
-        self.gate_proj = Linear(arch.hidden, arch.intermediate, bias=arch.mlp_bias)
-        self.up_proj = Linear(arch.hidden, arch.intermediate, bias=arch.mlp_bias)
+        self.fused = arch.fused_gate_up
+        if self.fused:
+            self.gate_up_proj = Linear(arch.hidden, 2 * arch.intermediate, bias=arch.mlp_bias)
+        else:
+            self.gate_proj = Linear(arch.hidden, arch.intermediate, bias=arch.mlp_bias)
+            self.up_proj = Linear(arch.hidden, arch.intermediate, bias=arch.mlp_bias)
         self.down_proj = Linear(arch.intermediate, arch.hidden, bias=arch.mlp_bias)
+        self.act = ACTIVATIONS[arch.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = side_by_side(x, self.gate_proj, self.up_proj)
-        return self.down_proj(F.silu(gate) * up)
+        if self.fused:
+            gate, up = self.gate_up_proj(x).chunk(2, -1)
+        else:
+            gate, up = side_by_side(x, self.gate_proj, self.up_proj)
+        return self.down_proj(self.act(gate) * up)
 
 
 class Choice(NamedTuple):
@@ -242,26 +276,33 @@ class Layer(nn.Module):
         self.mlp = (
             SparseMlp(arch.hidden, arch.moe) if arch.moe and arch.is_sparse(index) else Mlp(arch)
         )
-        self.input_layernorm = RmsNorm(arch.hidden, arch.norm_eps)
-        self.post_attention_layernorm = RmsNorm(arch.hidden, arch.norm_eps)
+        for name in filter(None, arch.norms):
+            self.add_module(name, RmsNorm(arch.hidden, arch))
+        self.norms, self.scale, self.window = arch.norms, arch.scale, arch.window_of(index)
+        self.rope = arch.all_ropes().index(arch.rope_of(index))
         self.before: Callable[..., tuple[Tensor, Tensor, Tensor]] = self._before
         self.after: Callable[..., Tensor] = self._after
         self.after_routed: Callable[..., tuple[Tensor, Choice]] = self._after_routed
 
+    def _norm(self, place: int, x: Tensor) -> Tensor:
+        """By the norm at a place of `ModelSpec.norms`, if there is one."""
+        name = self.norms[place]
+        return self.get_submodule(name)(x) if name else x
+
     def _before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.self_attn.project(self.input_layernorm(x), cos, sin)
+        return self.self_attn.project(self._norm(0, x), cos, sin)
 
     def _after(self, x: Tensor, mixed: Tensor) -> Tensor:
-        x = x + self.self_attn.o_proj(mixed)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self._norm(1, self.self_attn.o_proj(mixed))
+        return x + self._norm(3, self.mlp(self._norm(2, x)))
 
     def _after_routed(
         self, x: Tensor, mixed: Tensor, given_PK: Tensor | None
     ) -> tuple[Tensor, Choice]:
         assert isinstance(self.mlp, SparseMlp)
-        x = x + self.self_attn.o_proj(mixed)
-        y, choice = self.mlp.replay(self.post_attention_layernorm(x), given_PK)
-        return x + y, choice
+        x = x + self._norm(1, self.self_attn.o_proj(mixed))
+        y, choice = self.mlp.replay(self._norm(2, x), given_PK)
+        return x + self._norm(3, y), choice
 
     def fuse(self, **how: Any) -> None:
         """Compile the two halves."""
@@ -272,14 +313,13 @@ class Layer(nn.Module):
     def forward(
         self,
         x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        turns: Sequence[Turn],
         layout: Layout,
         given_PK: Tensor | None = None,
         counted: bool = False,
     ) -> tuple[Tensor, Counts | None]:
-        q, k, v = self.before(x, cos, sin)
-        mixed = self.self_attn.attend(q, k, v, layout, self.self_attn.scale)
+        q, k, v = self.before(x, *turns[self.rope])
+        mixed = self.self_attn.attend(q, k, v, layout, self.scale, self.window)
         mixed = mixed.reshape(x.shape[0], -1)
         if given_PK is None and not counted:
             return self.after(x, mixed), None
@@ -294,7 +334,7 @@ class Backbone(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(arch.vocab, arch.hidden)
         self.layers = nn.ModuleList(Layer(arch, i, attend) for i in range(arch.num_layers))
-        self.norm = RmsNorm(arch.hidden, arch.norm_eps)
+        self.norm = RmsNorm(arch.hidden, arch)
 
 
 class Decoder(nn.Module):
@@ -315,8 +355,14 @@ class Decoder(nn.Module):
         self.model = Backbone(arch, attend)
         if not arch.tied:
             self.lm_head = Linear(arch.hidden, arch.vocab, bias=False)
-        freq, self.rope_scale = inverse_frequencies(arch.rope, arch.head_dim)
-        self.register_buffer("inv_freq", freq, persistent=False)
+        self.set_frequencies()
+
+    def set_frequencies(self, device: torch.device | None = None) -> None:
+        """Of each rotary embedding, and the factor on its cosines and sines."""
+        found = [inverse_frequencies(rope, self.arch.head_dim) for rope in self.arch.all_ropes()]
+        freqs = torch.stack([freq for freq, _ in found])
+        self.register_buffer("inv_freq", freqs.to(device), persistent=False)
+        self.rope_scales = [scale for _, scale in found]
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -362,17 +408,20 @@ class Decoder(nn.Module):
         places = self.arch.moe.sparse_layers if self.arch.moe is not None else ()
         counts: list[Counts] = []
         x = F.embedding(token_ids_P, self.model.embed_tokens.weight).to(self.compute_dtype)
-        freq: Tensor = self.inv_freq  # type: ignore[assignment]
-        cos, sin = rotation(layout.position_P, freq, self.rope_scale)
+        if self.arch.embed_scale != 1.0:
+            x = x * torch.tensor(self.arch.embed_scale, dtype=x.dtype).item()
+        freqs: Tensor = self.inv_freq  # type: ignore[assignment]
+        kinds = zip(freqs.unbind(), self.rope_scales, strict=True)
+        turns = [rotation(layout.position_P, freq, scale) for freq, scale in kinds]
         for index, layer in enumerate(self.model.layers):
             told: tuple[Any, ...] = ()
             if index in places:
                 given = None if given_PLK is None else given_PLK[:, places.index(index)]
                 told = (given, counted)
             if self.checkpointing and with_gradient:
-                x, of_layer = checkpoint(layer, x, cos, sin, layout, *told, use_reentrant=False)
+                x, of_layer = checkpoint(layer, x, turns, layout, *told, use_reentrant=False)
             else:
-                x, of_layer = layer(x, cos, sin, layout, *told)
+                x, of_layer = layer(x, turns, layout, *told)
             counts += [of_layer] if of_layer is not None else []
         return self.model.norm(x), counts
 
@@ -415,13 +464,17 @@ class _RmsNorm(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """x / sqrt(mean(x²) + eps) · (offset + weight) over the last dimension."""
     if is_lean(x):
-        return _RmsNorm.apply(x, weight, eps)  # type: ignore[return-value]
+        return _RmsNorm.apply(x, weight + offset if offset else weight, eps)  # type: ignore[return-value]
     # As in transformers: normalise in float32, round, then scale.
     scale = (row_norm(x).square() / x.shape[-1] + eps).rsqrt()
-    return (x * scale).to(x.dtype) * weight.to(x.dtype)
+    normed, weight = (x * scale).to(x.dtype), weight.to(x.dtype)
+    if not offset:
+        return normed * weight
+    # As published, then exact: 1 + w has more digits than w.
+    return (normed * (weight.to(_wide(x)) + offset)).to(x.dtype)
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -467,31 +520,47 @@ def row_softmax(x: Tensor) -> Tensor:
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin, -1.0)
+        ctx.interleaved = interleaved
+        return _turn(x, cos, sin, -1.0, interleaved)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return _turn(grads[0], cos, sin, 1.0), None, None
+        return _turn(grads[0], cos, sin, 1.0, ctx.interleaved), None, None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    out = torch.empty_like(x)
-    (a, b), (c, d) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float, interleaved: bool) -> Tensor:
+    out, width = torch.empty_like(x), 2 * cos.shape[-1]
+    (a, b), (c, d) = (_pairs(y[..., :width], interleaved) for y in (x, out))
     torch.mul(a, cos, out=c).addcmul_(b, sin, value=sign)
     torch.mul(b, cos, out=d).addcmul_(a, sin, value=-sign)
+    if width < x.shape[-1]:
+        out[..., width:] = x[..., width:]
     return out
 
 
-def rotate(x_PQD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pair (x[i], x[i + D/2]) by the token's angle: (a·c − b·s, b·c + a·s).
+def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """The first and the second number of every pair."""
+    if interleaved:
+        return x[..., 0::2], x[..., 1::2]
+    first, second = x.chunk(2, dim=-1)
+    return first, second
+
+
+def rotate(x_PQD: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate the pair (x[i], x[i + R/2]), or that of neighbours, by the token's angle:
+    (a·c − b·s, b·c + a·s). R are the numbers that there are angles for, from the first on.
 
     In float32 and rounded once, as engines do: cosines in half precision are exact near position 0
     only, so that two programs would differ more the later a token is.
     """
     if is_lean(x_PQD):
-        return _Rotate.apply(x_PQD, cos, sin)  # type: ignore[return-value]
-    a, b = x_PQD.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_PQD.dtype)
+        return _Rotate.apply(x_PQD, cos, sin, interleaved)  # type: ignore[return-value]
+    width = 2 * cos.shape[-1]
+    a, b = _pairs(x_PQD[..., :width].float(), interleaved)
+    both = (a * cos - b * sin, b * cos + a * sin)
+    turned = torch.stack(both, -1).flatten(-2) if interleaved else torch.cat(both, dim=-1)
+    turned = turned.to(x_PQD.dtype)
+    return turned if width == x_PQD.shape[-1] else torch.cat((turned, x_PQD[..., width:]), dim=-1)

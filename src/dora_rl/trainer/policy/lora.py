@@ -9,7 +9,7 @@ adapter is what `peft.PeftModel.from_pretrained` loads on top of the same base m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard
@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from dora_rl.config import TrainerConfig
 from dora_rl.model.directory import HfDirectory, write_adapter
-from dora_rl.model.names import LINEAR_LAYERS, PREFIX, SCALE
+from dora_rl.model.names import FUSED_LAYERS, LINEAR_LAYERS, PREFIX, SCALE
 from dora_rl.ports import SealedWeights
 from dora_rl.trainer.distributed import like_shard
+from dora_rl.types import UserError
 from dora_rl.user_code import require
 
 ADAPTER = "default"
@@ -274,7 +275,9 @@ def add_lora(policy: nn.Module, options: TrainerConfig) -> None:
     }
     found = {name.rpartition(".")[2] for name in linear}
     missing = [t for t in options.lora_targets if t not in found]
-    targets = options.lora_targets or LINEAR_LAYERS
+    # Of a model that transformers runs the usual layers alone, as ever.
+    usual = LINEAR_LAYERS if inner is not None else (*LINEAR_LAYERS, *FUSED_LAYERS)
+    targets = options.lora_targets or usual
     require(
         (
             not missing,
@@ -338,6 +341,12 @@ def plain_name(name: str) -> str:
 def checkpoint_name(name: str) -> str:
     """A parameter's name without the prefixes of modules that wrap a foreign or adapted model."""
     return plain_name(name.removeprefix("inner."))
+
+
+def name_now(name: str, known: Container[str]) -> str:
+    """The policy's name of what it left behind, which had a prefix as long as transformers ran it:
+    the packed decoder may have learned its family since."""
+    return name if name in known else name.replace("inner.", "", 1)
 
 
 def merged(
@@ -430,9 +439,15 @@ def load_published_adapter(policy: nn.Module, sealed: SealedWeights) -> None:
 
 @torch.no_grad()
 def load_adapter_tensors(policy: nn.Module, tensors: dict[str, Tensor]) -> None:
-    for name, p in policy.named_parameters():
-        if is_adapter(name):
-            p.copy_(like_shard(tensors[name], p))
+    adapters = adapter_tensors(policy)
+    found = {name_now(name, adapters): tensor for name, tensor in tensors.items()}
+    if other := sorted(found.keys() ^ adapters.keys()):
+        raise UserError(
+            "the adapters that are there are of other layers than trainer.lora_targets has now: "
+            f"{other[0]} is of one of the two alone"
+        )
+    for name, p in adapters.items():
+        p.copy_(like_shard(found[name], p))
 
 
 def save_adapter(

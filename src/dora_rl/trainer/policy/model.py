@@ -19,7 +19,6 @@ from dora_rl.config import TrainerConfig
 from dora_rl.config.section import choose
 from dora_rl.model.directory import HfDirectory, read_config
 from dora_rl.model.families import spec_from_config
-from dora_rl.model.rope import inverse_frequencies
 from dora_rl.model.spec import ModelSpec, NotSupported
 from dora_rl.trainer.attention import Layout, pick_attention
 from dora_rl.trainer.checks import checkpoints_layers
@@ -68,7 +67,7 @@ def build_decoder(
         decoder = Decoder(arch, attend, dtype)
     cast_parameters(decoder, weights_dtype)  # before there is any memory behind them
     decoder.to_empty(device=device)
-    decoder.inv_freq = inverse_frequencies(arch.rope, arch.head_dim)[0].to(device)
+    decoder.set_frequencies(device)
     decoder.checkpointing = checkpoints_layers(options)
     decoder.chunk_tokens = options.logits_chunk_tokens
     decoder.replays = arch.moe is not None and options.router_replay != "off"
@@ -129,7 +128,8 @@ def lean_spec(config: Mapping[str, Any]) -> ModelSpec | None:
         spec = spec_from_config(config)
     except NotSupported:
         return None
-    lean = spec.rope.kind != "yarn" and "quantization_config" not in config
+    # Runs of families that always had one kind of layers go on as they began, through transformers.
+    lean = (spec.rope.kind != "yarn" or spec.ropes) and "quantization_config" not in config
     return spec if lean and not float(config.get("attention_dropout") or 0.0) else None
 
 

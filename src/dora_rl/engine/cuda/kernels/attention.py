@@ -27,6 +27,8 @@ from dora_rl.engine.cuda.kernels.overlap import begin, jit, overlap, ready
 DOT_ROWS_MIN = 16  # the smallest tile of a tensor-core product
 DECODE_WARPS = 4
 DECODE_STAGES = 3  # key and value tiles in flight per program
+DIM_USUAL = 128  # of a head; wider ones have fewer tiles in flight
+STAGES_BYTES = 128 * 1024
 
 
 @jit
@@ -35,6 +37,32 @@ def blocks_of(num_blocks, split, SPLITS: tl.constexpr, LEAST: tl.constexpr):
     per_split = tl.maximum(tl.cdiv(num_blocks, SPLITS), LEAST)
     first = split * per_split
     return first, tl.minimum(first + per_split, num_blocks)
+
+
+@jit
+def blocks_seen(
+    context,
+    split,
+    C: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LEAST: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """The oldest token that a row with `context` tokens sees, and the blocks of a split."""
+    oldest, skipped = 0, 0
+    if WINDOW > 0:
+        oldest = tl.maximum(context - WINDOW, 0)
+        skipped = oldest // C
+    first, last = blocks_of(tl.cdiv(context, C) - skipped, split, SPLITS, LEAST)
+    return oldest, first + skipped, last + skipped
+
+
+@jit
+def are_seen(token, oldest, context, WINDOW: tl.constexpr):
+    seen = token < context
+    if WINDOW > 0:
+        seen = seen & (token >= oldest)
+    return seen
 
 
 @jit
@@ -68,21 +96,21 @@ def decode_kernel(
     LEAST: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
+    WINDOW: tl.constexpr = 0,
 ):
     begin(OVERLAP)
     row = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
     context = tl.load(positions_ptr + row).to(tl.int32) + 1
-    first, last = blocks_of(tl.cdiv(context, C), split, SPLITS, LEAST)
+    oldest, first, last = blocks_seen(context, split, C, SPLITS, LEAST, WINDOW)
     g = tl.arange(0, GP)
     part = ((row * KV + head) * G + g).to(tl.int64) * SPLITS + split
     if SPLITS > 1:  # noqa: SIM102 (the outer one is decided when it is compiled)
         if first >= last:
             store_nothing(peak_ptr, sum_ptr, part, g < G, OVERLAP)
             return
-    d = tl.arange(0, D)
-    t = tl.arange(0, C)
+    d, t = tl.arange(0, D), tl.arange(0, C)
     q_index = (row * KV + head).to(tl.int64) * G * D + g[:, None] * D + d[None, :]
     ready(OVERLAP)
     q = tl.load(q_ptr + q_index, mask=g[:, None] < G, other=0.0)
@@ -97,7 +125,7 @@ def decode_kernel(
         # keep several tiles in flight.
         block = tl.load(blocks + index + 1, mask=index + 1 < last, other=0).to(tl.int64)
         # The rest of the last block is not read: it would be a tenth of all bytes.
-        seen = index * C + t < context
+        seen = are_seen(index * C + t, oldest, context, WINDOW)
         k = tl.load(base + t[None, :] * D + d[:, None], mask=seen[None, :], other=0.0)
         v_tile = base + plane_stride + t[:, None] * D + d[None, :]
         v = tl.load(v_tile, mask=seen[:, None], other=0.0)
@@ -161,6 +189,7 @@ def prefill_kernel(
     C: tl.constexpr,
     BM: tl.constexpr,
     PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr = 0,
 ):
     """One program per (tile of query rows of one request, query head); tiles are
     (slot, first row, first position, rows)."""
@@ -180,8 +209,11 @@ def prefill_kernel(
     acc = tl.zeros([BM, D], tl.float32)
     blocks = table_ptr + slot * table_stride
     num_blocks = tl.cdiv(position + count, C)
-    block = tl.load(blocks).to(tl.int64)
-    for index in range(num_blocks):
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(position + 1 - WINDOW, 0) // C
+    block = tl.load(blocks + first).to(tl.int64)
+    for index in range(first, num_blocks):
         base = pool_ptr + (block * KV + head // G) * C * D
         block = tl.load(blocks + index + 1, mask=index + 1 < num_blocks, other=0).to(tl.int64)
         k = tl.load(base + t[None, :] * D + d[:, None])
@@ -192,10 +224,15 @@ def prefill_kernel(
         )
         score = tl.dot(q, k, input_precision=PRECISION) * scale
         seen = index * C + t[None, :] <= position + r[:, None]
+        if WINDOW > 0:
+            seen = seen & (index * C + t[None, :] > position + r[:, None] - WINDOW)
         score = tl.where(seen, score, -float("inf"))
         new_peak = tl.maximum(peak, tl.max(score, 1))
-        share = tl.exp2(peak - new_peak)
-        weight = tl.exp2(score - new_peak[:, None])
+        level = new_peak
+        if WINDOW > 0:  # the first blocks of a tile may show its last rows nothing
+            level = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+        share = tl.exp2(peak - level)
+        weight = tl.exp2(score - level[:, None])
         total = total * share + tl.sum(weight, 1)
         acc = acc * share[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
         peak = new_peak
@@ -204,9 +241,17 @@ def prefill_kernel(
 
 
 def attend_decode(
-    q: Tensor, pool: Tensor, table: Tensor, slots: Tensor, positions: Tensor, splits: Splits
+    q: Tensor,
+    pool: Tensor,
+    table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    splits: Splits,
+    scale: float = 0.0,
+    window: int = 0,
 ) -> Tensor:
-    """[rows, kv head, group, head dim] -> the same shape."""
+    """[rows, kv head, group, head dim] -> the same shape. `scale` of query times key; 0: as usual.
+    `window`: tokens that a row sees, its own included; 0: all."""
     rows, num_kv, num_q, dim = q.shape
     out = torch.empty_like(q)
     acc, peak, total = sums_of(out, splits)
@@ -221,7 +266,7 @@ def attend_decode(
         acc,
         peak,
         total,
-        scale_of(dim),
+        scale_of(dim, scale),
         pool.stride(0),
         table.stride(0),
         KV=num_kv,
@@ -233,17 +278,22 @@ def attend_decode(
         LEAST=splits.blocks_min,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=DECODE_WARPS,
-        num_stages=DECODE_STAGES,
-        **launch,
+        num_stages=DECODE_STAGES if dim <= DIM_USUAL else _stages_of(pool),
+        **(launch | {"WINDOW": window} if window else launch),
     )
     if splits.number > 1:
         merge(acc, peak, total, out)
     return out
 
 
-def scale_of(dim: int) -> float:
+def scale_of(dim: int, scale: float = 0.0) -> float:
     """Of a product of query and key, for a softmax in base 2."""
-    return dim**-0.5 * math.log2(math.e)
+    return (scale or dim**-0.5) * math.log2(math.e)
+
+
+def _stages_of(pool: Tensor) -> int:
+    """Of tiles of wide heads, which must fit in shared memory."""
+    return max(1, STAGES_BYTES // (2 * pool.shape[3] * pool.shape[4] * pool.element_size()))
 
 
 def sums_of(out: Tensor, splits: Splits) -> tuple[Tensor, Tensor, Tensor]:
@@ -274,8 +324,17 @@ def merge(acc: Tensor, peak: Tensor, total: Tensor, out: Tensor) -> None:
     )
 
 
-def attend_prefill(q: Tensor, pool: Tensor, table: Tensor, tiles: Tensor, tile_rows: int) -> Tensor:
-    """Causal attention of prefill rows over everything their request has in the cache."""
+def attend_prefill(
+    q: Tensor,
+    pool: Tensor,
+    table: Tensor,
+    tiles: Tensor,
+    tile_rows: int,
+    scale: float = 0.0,
+    window: int = 0,
+) -> Tensor:
+    """Causal attention of prefill rows over everything their request has in the cache, or so much
+    of it as a window shows; `scale` and `window` as of `attend_decode`."""
     _, num_kv, num_q, dim = q.shape
     out = torch.empty_like(q)
     prefill_kernel[(len(tiles), num_kv * num_q)](
@@ -284,7 +343,7 @@ def attend_prefill(q: Tensor, pool: Tensor, table: Tensor, tiles: Tensor, tile_r
         table,
         tiles,
         out,
-        scale_of(dim),
+        scale_of(dim, scale),
         pool.stride(0),
         table.stride(0),
         KV=num_kv,
@@ -293,7 +352,8 @@ def attend_prefill(q: Tensor, pool: Tensor, table: Tensor, tiles: Tensor, tile_r
         C=pool.shape[3],
         BM=tile_rows,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=4,
-        num_stages=2,
+        num_warps=4 if dim <= DIM_USUAL else 8,
+        num_stages=2 if dim <= DIM_USUAL else min(2, _stages_of(pool)),
+        **({"WINDOW": window} if window else {}),
     )
     return out

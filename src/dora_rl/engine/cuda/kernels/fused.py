@@ -168,6 +168,7 @@ def attend_fused(
     splits: Splits,
     eps: float,
     dtype: torch.dtype,
+    scale: float = 0.0,
 ) -> Tensor:
     """`parts` [part, row, (q + 2 kv) heads * D] -> [row, q heads * D].
 
@@ -191,7 +192,7 @@ def attend_fused(
         acc,
         peak,
         total,
-        scale_of(dim),
+        scale_of(dim, scale),
         eps,
         rows // (1 if norm is None else len(norm)),
         parts.stride(0),

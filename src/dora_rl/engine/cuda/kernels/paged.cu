@@ -3,7 +3,8 @@
 //   ask for the first tiles -> wait for the kernel before -> queries, the tile of the newest token
 //   per tile: wait for keys -> scores -> ask for the next -> weights -> wait for values -> add
 //
-// Given with -D: DIM of a head, GROUP of query heads, BLOCK and TILE tokens, RING tiles in flight (keys and values in turn).
+// Given with -D: DIM of a head, GROUP of query heads, BLOCK and TILE tokens, RING tiles in flight (keys and values in turn),
+// FRESH tokens before the newest that the kernel before may have written, too.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -81,6 +82,7 @@ paged(const u16* q, const u16* pool, const int* table, const long long* slots, c
   int numbered = begin, numbers = blocks[min(begin + lane, end - 1)];  // of 32 blocks
   // Tiles. That of the newest token is of the kernel before and may have tokens behind it.
   const int first = begin * (BLOCK / TILE), newest = position / TILE, last = min(end * (BLOCK / TILE), newest + 1);
+  const int old = FRESH ? max(position - FRESH, 0) / TILE : newest;
 
   const int copy_row = lane / PIECES, piece = lane % PIECES;
   u32 copy_at[8 / ROWS];
@@ -111,7 +113,7 @@ paged(const u16* q, const u16* pool, const int* table, const long long* slots, c
   };
 
   int asked = 0;
-  for (; asked < RING && first + asked / 2 < min(newest, last); ++asked) ask(asked);
+  for (; asked < RING && first + asked / 2 < min(old, last); ++asked) ask(asked);
   asm volatile("griddepcontrol.wait;" ::: "memory");
   u32 queries[STEPS][2];
   const u16* mine = q + (unit + lane / 4) * DIM + lane % 4 * 2;

@@ -38,15 +38,17 @@ def fits(pool: Tensor, group: int) -> bool:
 @lru_cache
 def _is_usable(device: torch.device, dim: int, group: int, block: int) -> bool:
     return driver.can_run(
-        device, lambda: _kernel(device.index, dim, group, block, RING), "attention to Triton"
+        device, lambda: _kernel(device.index, dim, group, block, RING, 0), "attention to Triton"
     )
 
 
 @lru_cache
-def _kernel(_device: int | None, dim: int, group: int, block: int, ring: Ring) -> driver.Kernel:
+def _kernel(
+    _device: int | None, dim: int, group: int, block: int, ring: Ring, fresh: int
+) -> driver.Kernel:
     tile = min(ring.tokens, block)
     source = Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
-    defines = {"DIM": dim, "GROUP": group, "BLOCK": block, "TILE": tile}
+    defines = {"DIM": dim, "GROUP": group, "BLOCK": block, "TILE": tile, "FRESH": fresh}
     defines["RING"] = ring.num_bytes // (2 * tile * dim)
     code = driver.compile_source(source, defines)
     return driver.load(code, "paged", 32, ring.num_bytes)
@@ -60,17 +62,20 @@ def attend(
     positions: Tensor,
     splits: Splits,
     num_processors: int,
+    scale: float = 0.0,
+    fresh: int = 0,
 ) -> Tensor:
-    """As `attention.attend_decode`."""
+    """As `attention.attend_decode`, without a window. Of a row's context as many as `fresh` tokens
+    before its own may be written by the kernel before."""
     rows, num_kv, group, dim = q.shape
     assert q.is_contiguous()
     assert pool.is_contiguous()
     assert (table.dtype, slots.dtype, positions.dtype) == (torch.int32, torch.int64, torch.int32)
     out = torch.empty_like(q)
     sums = sums_of(out, splits)
-    numbers = (scale_of(dim), pool.shape[1], table.stride(0), splits.blocks_min)
+    numbers = (scale_of(dim, scale), pool.shape[1], table.stride(0), splits.blocks_min)
     ring = choose_ring(rows * num_kv * splits.number, num_processors)
-    kernel = _kernel(q.device.index, dim, group, pool.shape[3], ring)
+    kernel = _kernel(q.device.index, dim, group, pool.shape[3], ring, fresh)
     arguments = (q, pool, table, slots, positions, out, *sums, *numbers)
     driver.launch(kernel, (num_kv, rows, splits.number), arguments)
     if splits.number > 1:

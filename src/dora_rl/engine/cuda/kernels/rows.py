@@ -165,8 +165,15 @@ def rope_write_kernel(
 
 
 @jit
-def gate_kernel(x_ptr, out_ptr, INNER: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    """out = silu(gate) * up for packed [gate, up] rows."""
+def gate_kernel(
+    x_ptr,
+    out_ptr,
+    INNER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    GELU: tl.constexpr = False,
+):
+    """out = act(gate) * up for packed [gate, up] rows: silu, or gelu by its formula with tanh."""
     begin(OVERLAP)
     ready(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
@@ -175,7 +182,11 @@ def gate_kernel(x_ptr, out_ptr, INNER: tl.constexpr, BLOCK: tl.constexpr, OVERLA
     gate = tl.load(x_ptr + row * 2 * INNER + i, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * 2 * INNER + INNER + i, mask=inside, other=0.0).to(tl.float32)
     kind = out_ptr.dtype.element_ty
-    activated = (gate * tl.sigmoid(gate)).to(kind).to(tl.float32)
+    if GELU:  # (1 + tanh(u)) / 2 = sigmoid(2u)
+        slope = tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    else:
+        slope = tl.sigmoid(gate)
+    activated = (gate * slope).to(kind).to(tl.float32)
     tl.store(out_ptr + row * INNER + i, (activated * up).to(kind), mask=inside)
 
 
@@ -337,12 +348,18 @@ def add_norm(
     return out
 
 
-def gate(x: Tensor) -> Tensor:
+def gate(x: Tensor, gelu: bool = False) -> Tensor:
     rows, inner = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, inner), dtype=x.dtype, device=x.device)
     block = min(1024, triton.next_power_of_2(inner))
     gate_kernel[(rows, triton.cdiv(inner, block))](
-        x, out, INNER=inner, BLOCK=block, num_warps=4, **overlap(x.device)
+        x,
+        out,
+        INNER=inner,
+        BLOCK=block,
+        num_warps=4,
+        **overlap(x.device),
+        **({"GELU": True} if gelu else {}),
     )
     return out
 
@@ -387,8 +404,9 @@ def draw(
     positions: Tensor,
     state: DeviceSlots,
     out: Tensor,
+    advance: bool = True,
 ) -> None:
-    """Draw one token per row at its slot's temperature, and advance the slots.
+    """Draw one token per row at its slot's temperature, and `advance` the slots.
 
     `out` [step, 2, row], int32: tokens, and log-probs as their bits.
     """
@@ -410,7 +428,7 @@ def draw(
         out.view(torch.float32),
         vocab,
         num_chunks,
-        state.num_slots,
+        state.num_slots if advance else 0,
         len(out),
         CHUNK=chunks.size,
         CHUNKS=triton.next_power_of_2(num_chunks),
