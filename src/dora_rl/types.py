@@ -158,9 +158,10 @@ class Trajectory:
     branches: tuple[Branch, ...] = ()
     # What an environment gave for each turn, where it gave anything. Their sum is the reward.
     turn_rewards: tuple[float, ...] = ()
-    # Of a mixture of experts: which experts each token of the response was routed to, by layer,
-    # as [token, layer, choice]. None: not recorded, or a dense model.
-    expert_ids: Ints | None = None
+    # Of a mixture of experts: which experts each token of prompt and response was routed to when
+    # it was computed, as [token, sparse layer, choice]. A number that no expert has: that token was
+    # not computed in that layer. None: not recorded, or a dense model.
+    expert_ids: NDArray[np.integer] | None = None
     # Of the same tokens under a teacher, where one was asked. None: not known.
     teacher_logprobs: Floats | None = None
 
@@ -209,14 +210,14 @@ class Trajectory:
         return len({segment.version for segment in self.segments}) > 1
 
 
-# The fields of a trajectory that are arrays, and what of.
-ARRAYS = {
+# The fields of a trajectory that are arrays, and what of; None: of what they are made of.
+ARRAYS: dict[str, str | None] = {
     "prompt_ids": "int32",
     "token_ids": "int32",
     "logprobs": "float32",
     "loss_mask": "uint8",
     "raw_logprobs": "float32",
-    "expert_ids": "int32",
+    "expert_ids": None,  # the smallest integers that have a number for each expert
     "teacher_logprobs": "float32",
 }
 

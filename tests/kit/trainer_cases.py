@@ -8,11 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dora_rl.config import TrainerConfig
 from dora_rl.histories import ROOT
 from dora_rl.model.directory import write_model
+from dora_rl.model.spec import MoeSpec
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.policy.decoder import Decoder
 from dora_rl.trainer.policy.model import build_decoder, lean_spec, named_weights
@@ -222,6 +225,21 @@ def make_groups(
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 6))]
         groups.append(Group(g, version, prompt, tuple(made)))
     return groups
+
+
+def routed(group: Group, seed: int, moe: MoeSpec) -> Group:
+    """Its samples with choices that no router made; those of the newest token are not known."""
+    rng = np.random.default_rng(seed)
+
+    def chosen(sample: Trajectory) -> NDArray[np.uint8]:
+        count = len(group.prompt_ids) + len(sample.token_ids)
+        shape = (count, len(moe.sparse_layers), moe.num_experts)
+        every = rng.permuted(np.broadcast_to(np.arange(moe.num_experts), shape), axis=-1)
+        found = every[..., : moe.top_k].astype(np.uint8)
+        found[-1] = np.iinfo(np.uint8).max
+        return found
+
+    return replace(group, samples=tuple(replace(s, expert_ids=chosen(s)) for s in group.samples))
 
 
 def forked(group: Group) -> Group:

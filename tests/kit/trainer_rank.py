@@ -22,9 +22,9 @@ from dora_rl.trainer.learner import Learner
 from dora_rl.weights.store import DiskWeightStore, SharedMemoryWeightStore
 from dora_rl.workers.publication import Moments
 from tests.kit.exact_cases import move_adapters
-from tests.kit.trainer_cases import SMOOTH_EPS, make_groups
+from tests.kit.trainer_cases import SMOOTH_EPS, make_groups, routed
 
-METRICS = ("loss", "grad_norm", "entropy", "kl", "ppo_kl", "reward/mean")
+METRICS = ("loss", "grad_norm", "entropy", "kl", "ppo_kl", "reward/mean", "moe/mismatch")
 
 
 def run_rank(
@@ -55,7 +55,10 @@ def run_rank(
         learner.publish(store, step).result()
         wait_for_all()
         learner.begin_step(step)
-        learner.feed(make_groups(step, 4, version=0))
+        groups, arch = make_groups(step, 4, version=0), learner.policy.arch
+        if arch is not None and arch.moe is not None:
+            groups = [routed(group, group.id, arch.moe) for group in groups]
+        learner.feed(groups)
         metrics = learner.finish_step()
     learner.publish(store, 2).result()
     learner.save(out / "ckpt")

@@ -32,6 +32,7 @@ from dora_rl.store.table import TableError
 from dora_rl.store.trajectories import (
     branches_of,
     digest_of,
+    routing_from_json,
     sample_digest,
     text_digest,
 )
@@ -222,10 +223,14 @@ class FileAudit:
                 yield f"{name} is {line[name]}, the log says {value}"
         token_ids, logprobs = line["token_ids"], line["logprobs"]
         mask = [m for begin, end, m in line["turns"] for _ in range(begin, end)]
-        more = (branches_of(line.get("branches", ())), line.get("turn_rewards", ()))
+        routing, _ = routing_from_json(line.get("experts", ()))
+        more = (branches_of(line.get("branches", ())), line.get("turn_rewards", ()), routing)
         digest = sample_digest(rid, known.segments, token_ids, logprobs, mask, *more)
         if known.digest and digest != known.digest:
-            yield "its tokens, log-probs, turns or their rewards are not those that were generated"
+            yield (
+                "its tokens, log-probs, turns, their rewards or experts are not those that were "
+                "generated"
+            )
         if abs(sum(logprobs) - line["logprob_sum"]) > LOGPROB_SUM_CLOSE * (1 + len(logprobs)):
             yield f"logprob_sum is {line['logprob_sum']}, its log-probs add up to {sum(logprobs)}"
         if self.prompts is not None:

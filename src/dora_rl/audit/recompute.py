@@ -25,7 +25,7 @@ from dora_rl.io.append_log import shape_problem
 from dora_rl.observe.audit import Auditor
 from dora_rl.observe.audit_books import Finding, Promise, TrainedSample
 from dora_rl.setup.settings import load_config
-from dora_rl.store.trajectories import branches_of
+from dora_rl.store.trajectories import branches_of, routing_from_json
 from dora_rl.trainer.documents import Document, documents_of
 from dora_rl.trainer.policy.lora import add_lora
 from dora_rl.trainer.policy.model import clone_adapted, clone_architecture, load_policy
@@ -172,7 +172,7 @@ def reachable(
 
 
 def _stored(line: dict[str, Any], trained: Mapping[RequestId, TrainedSample]) -> Stored | None:
-    """None where several versions made it, or it has no token."""
+    """None where several versions made it, it has no token, or its experts are not there."""
     request = RequestId(int(line["group"]), int(line["sample"]))
     if (known := trained.get(request)) is None:
         text = f"sample {request.sample} of group {request.group} is in no batch of the log"
@@ -182,11 +182,12 @@ def _stored(line: dict[str, Any], trained: Mapping[RequestId, TrainedSample]) ->
     logprobs = np.fromiter(map(float, line["logprobs"]), np.float32)
     if not len(ids) == len(logprobs) == len(mask):
         raise ValueError("tokens, log-probs and turns are of several lengths")
-    if len(known.segments) != 1 or not any(mask):
+    routing, experts = routing_from_json(line.get("experts", ()))
+    if len(known.segments) != 1 or not any(mask) or (routing and experts is None):
         return None
     version = known.segments[0].version
     more = {"reward": float(line["reward"]), "branches": branches_of(line.get("branches", ()))}
-    sample = Trajectory(request, version, ids, logprobs, mask, **more)
+    sample = Trajectory(request, version, ids, logprobs, mask, expert_ids=experts, **more)
     return Stored(request, version, known.prompt, sample)
 
 

@@ -529,6 +529,13 @@ class TrainerConfig(Section):
     """The directory of a teacher that the learner holds, frozen, for distillation; see
     algorithms.md. Its tokenizer is the model's. Without distill_coef its divergence is measured
     only."""
+    router_replay: Literal["auto", "on", "off"] = "auto"
+    """Of a mixture of experts: whether each token goes to the experts that it went to when it was
+    sampled, as the engine has recorded them; see models.md. `auto` does so with the native engine
+    on a CPU."""
+    router_aux_coef: float = Field(default=0.0, ge=0)
+    """Of a mixture of experts: the weight of the load-balancing loss of its routers, which is that
+    of transformers for each document. 0 means none."""
     seed: int = 0
     """The seed of new adapters."""
 
@@ -566,6 +573,13 @@ class RunConfig(Section):
             return self.trainer.compute_dtype
         return "float32" if device == "cpu" else "bfloat16"
 
+    def records_routing(self, device: str) -> bool:
+        """Whether instances on `device` record which experts each token went to, where there are
+        any, for the learner to go there too."""
+        native = self.rollout.backend == "native" and self.trainer.implementation != "transformers"
+        auto = native and device == "cpu"
+        return {"auto": auto, "on": True, "off": False}[self.trainer.router_replay]
+
     def engine_options(self, device: str, versions_max: int) -> dict[str, Any]:
         """Arguments of `engine.options.EngineOptions` for one instance on `device`."""
         rollout = self.rollout
@@ -574,4 +588,5 @@ class RunConfig(Section):
             "dtype": self.engine_dtype(device),
             "step_tokens_max": max(rollout.step_tokens_max, rollout.seqs_max),
             "versions_max": rollout.versions_max or versions_max,
+            "record_routing": self.records_routing(device),
         }

@@ -107,7 +107,7 @@ _FIXED = {
     "orchestration": "mode",
     "trainer": (
         "compute_dtype publish_dtype implementation lora_rank lora_alpha lora_dropout "
-        "lora_targets lora_publish reference_model teacher_model seed"
+        "lora_targets lora_publish reference_model teacher_model router_replay router_aux_coef seed"
     ),
     "checkpoint": "best_metric best_is_max",
     "evaluation": "num_prompts num_samples success_min",

@@ -66,6 +66,8 @@ class TrainedSample:
     branches: list[Branch] = field(default_factory=list[Branch])
     # What the environment gave for each turn, where it gave anything
     turn_rewards: list[float] = field(default_factory=list[float])
+    # Of a mixture whose routing was recorded (`store.trajectories.routing_to_json`)
+    experts: list[Any] = field(default_factory=list[Any])
 
 
 @dataclass(slots=True)

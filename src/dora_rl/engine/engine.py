@@ -34,6 +34,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from numpy.typing import NDArray
+
 from dora_rl.engine.guessing import GUESSES_MAX, Guessing
 from dora_rl.engine.journal import Journal
 from dora_rl.engine.options import EngineOptions
@@ -187,6 +189,14 @@ class Engine(RequestBook):
             self.guessing.texts.close(seq.id)
         self.scheduler.remove(seq)
         self.runner.cache.drop_host(seq.id)
+
+    def _routing_of(self, seq: Sequence) -> NDArray[Any] | None:
+        """As its blocks have it; without any, as it was. Not of the newest token: whether that is
+        computed yet depends on who runs beside it."""
+        count = min(seq.num_computed, len(seq.tokens) - 1)
+        if self.runner.cache.routing is None or not (seq.blocks or seq.num_host_blocks):
+            return seq.routing
+        return self.runner.cache.read_routing(seq.id, seq.blocks)[:count].numpy()
 
     def _refusal(self, seq: Sequence, length: int) -> str:
         num_blocks = self.limits.num_blocks
@@ -410,6 +420,8 @@ def make_speculation(options: EngineOptions, runner: Runner) -> Speculation | No
     a response is the same bit for bit whatever was drafted by the clock, and no step is launched
     before the last one was read."""
     if options.speculation == "on":
-        return None if runner.guessing is not None else Speculation(fixed=True)
+        # A device that runs ahead guesses by itself, or not at all where experts are recorded.
+        recorded = runner.depth > 0 and runner.cache.routing is not None
+        return None if recorded or runner.guessing is not None else Speculation(fixed=True)
     is_auto = options.speculation == "auto" and runner.exact and not runner.depth
     return Speculation() if is_auto else None

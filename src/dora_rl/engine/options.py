@@ -30,6 +30,7 @@ class EngineOptions(RolloutConfig):
     dtype: Literal["float32", "bfloat16"] = "float32"  # pyright: ignore[reportIncompatibleVariableOverride]
     memory_share: float = 1.0  # of a GPU that others use too: for weights and KV cache
     versions_max: int = Field(default=3, ge=1)
+    record_routing: bool = False  # of a mixture: which experts each token went to
     lora_rank: int = 0  # versions are adapters of this rank on one base; 0: whole weights
     lora_head: bool = False  # adapters may have a part for the output matrix; on the CPU alone
     prefix_blocks_max: int = 0  # idle prompt blocks kept for reuse; 0 is an eighth of the pool
@@ -75,8 +76,8 @@ class EngineOptions(RolloutConfig):
         )
 
     def block_bytes(self, spec: ModelSpec) -> int:
-        """Keys and values of one block over all layers."""
-        return self.block_tokens * spec.kv_token_bytes(ITEM_BYTES[self.dtype])
+        """Keys and values of one block over all layers, and what is recorded of its tokens."""
+        return self.block_tokens * spec.kv_token_bytes(ITEM_BYTES[self.dtype], self.record_routing)
 
     def blocks_in(self, budget: int, spec: ModelSpec) -> int:
         """How many blocks so many bytes hold: at least two, or it is refused."""

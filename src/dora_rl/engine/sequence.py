@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from dora_rl.engine.past import NO_PAST, Past, joined_segments
-from dora_rl.histories import ROOT, history_of
+from dora_rl.engine.past import NO_PAST, Past, joined_segments, past_of, whole_routing
+from dora_rl.histories import history_of
 from dora_rl.types import (
     Branch,
     Finish,
@@ -42,6 +42,8 @@ from dora_rl.types import (
 )
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from dora_rl.engine.journal import Journal
 
 Decode: TypeAlias = Callable[[Seq[int]], str]
@@ -148,6 +150,8 @@ class Sequence:
     turns: int = 1
     finish: Finish | None = None
     error: str = ""
+    # Of a mixture: which experts each token went to, as it was when the turn ended.
+    routing: NDArray[Any] | None = None
 
     @property
     def id(self) -> RequestId:
@@ -210,27 +214,16 @@ class Sequence:
             turns=self.turns,
             error=self.error,
             branches=before.branches,
+            expert_ids=whole_routing(self.routing, len(self.tokens), self.num_prompt, past),
         )
 
 
 def branched(seq: Sequence, branch: Branch, new_ids: Seq[int], params: SamplingParams) -> Request:
     """The request that goes on from an earlier state of an idle session."""
-    so_far, none = seq.trajectory(), [0] * len(new_ids)
+    so_far = seq.trajectory()
     prompt, ids = so_far.prompt_ids, so_far.token_ids
     shared = history_of(prompt, ids, so_far.branches, branch.parent)[: len(prompt) + branch.fork]
-    branches = (*(so_far.branches or (ROOT,)), branch)
-    assert branch.start == len(ids), "a branch begins where the response ends"
-    past = Past(
-        prompt_ids=tuple(prompt.tolist()),
-        token_ids=(*ids.tolist(), *new_ids),
-        logprobs=(*so_far.logprobs.tolist(), *map(float, none)),
-        loss_mask=(*so_far.loss_mask.tolist(), *none),
-        segments=so_far.segments,
-        branches=branches,
-        raw_logprobs=(*so_far.raw_logprobs.tolist(), *map(float, none))
-        if so_far.raw_logprobs is not None
-        else (),
-    )
+    past = past_of(so_far, branch, new_ids)
     return Request(
         id=seq.id,
         version=seq.version,
@@ -240,7 +233,7 @@ def branched(seq: Sequence, branch: Branch, new_ids: Seq[int], params: SamplingP
         turns=seq.turns + 1,
         keep=True,
         # Positions count from the branch's beginning, so it draws from a stream of its own.
-        stream=RequestId(seq.id.group, seq.id.sample + ((len(branches) - 1) << BRANCH_BITS)),
+        stream=RequestId(seq.id.group, seq.id.sample + ((len(past.branches) - 1) << BRANCH_BITS)),
         past=past,
     )
 
@@ -381,6 +374,10 @@ class RequestBook(ABC):
     def drain(self) -> None:
         """Wait for what is in flight; its outputs come with the next step."""
 
+    def _routing_of(self, seq: Sequence) -> NDArray[Any] | None:
+        """Which experts its tokens went to, of those that are computed; None: not recorded."""
+        return None
+
     @abstractmethod
     def _enter(self, seq: Sequence) -> None:
         """A new request is here, and nothing of it runs yet."""
@@ -461,6 +458,7 @@ class RequestBook(ABC):
         """Next turn of a kept session from an earlier state of it: go back there, append given
         tokens, sample on. It is prefilled, but for the prompt blocks that the cache knows."""
         old = self.known(request, Status.IDLE)
+        old.routing = self._routing_of(old)
         seq = self.new_sequence(branched(old, branch, token_ids, params))
         if reason := self.refusal(seq, queued=True):
             self.forget(request)
@@ -566,7 +564,7 @@ class RequestBook(ABC):
         logprobs: tuple[float, ...] = (),
         top: tuple = (),
     ) -> None:
-        seq.finish = finish
+        seq.finish, seq.routing = finish, self._routing_of(seq)
         if seq.request.keep and finish in (Finish.STOP, Finish.LENGTH):
             self._rest(seq)
         else:

@@ -1,7 +1,8 @@
 """Migration: a running request leaves one engine and goes on in another of the same version.
 
 Two phases, as in the paper: metadata first (JSON), then the KV blocks, one chunk each. A chunk is a
-tensor [layer, 2, kv head, token, head dim]; inside one process it may stay on the device, over a
+tensor [layer, 2, kv head, token, head dim], or its bytes with the record of its tokens' experts
+behind them (see `tensors.cache`); inside one process it may stay on the device, over a
 wire it is its raw bytes (`chunk_bytes`, `chunk_from_bytes`), never pickled. The source keeps the
 request, put aside, until `Export.done`; if the receiver refuses or dies, `Export.cancel` lets it go
 on where it was. The receiver computes no token again. Both ends count the bytes they moved.
@@ -62,7 +63,7 @@ class Export:
         cache = self._engine.runner.cache
         for index in range(self.num_chunks):
             here = self._seq.blocks[index : index + 1]
-            chunk = cache.kv[:, :, here[0]] if here else cache.host_block(self._seq.id, index)
+            chunk = cache.block(here[0]) if here else cache.host_block(self._seq.id, index)
             self.num_bytes += chunk.nbytes
             yield chunk
 
@@ -156,7 +157,8 @@ def shape_of(engine: Engine) -> list[object]:
     """What two engines must agree on to exchange blocks."""
     spec, options = engine.spec, engine.options
     sizes = (spec.num_layers, spec.num_kv_heads, spec.head_dim, options.block_tokens)
-    return [spec.family, *sizes, options.dtype]
+    routing = ["routing"] if engine.runner.cache.routing is not None else []
+    return [spec.family, *sizes, options.dtype, *routing]
 
 
 def chunk_bytes(chunk: Tensor) -> memoryview:
@@ -168,12 +170,9 @@ def chunk_bytes(chunk: Tensor) -> memoryview:
 
 def chunk_from_bytes(engine: Engine, data: bytes | bytearray | memoryview) -> Tensor:
     """A chunk from its raw bytes; the length is checked."""
-    kv, num_bytes = engine.runner.cache.kv, engine.runner.cache.block_bytes
+    num_bytes = engine.runner.cache.block_bytes
     if len(data) != num_bytes:
         raise UserError(f"a KV chunk has {len(data)} bytes, {num_bytes} were expected")
-    # Pinned memory comes back from a cache of torch, after the copies out of it: no page is ever
-    # touched for the first time here, which is what made this path slow.
-    shape = (kv.shape[0], 2, *kv.shape[3:])
-    chunk = torch.empty(shape, dtype=kv.dtype, pin_memory=kv.is_cuda)
+    chunk = engine.runner.cache.empty_chunk()
     chunk.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(data, np.uint8)
     return chunk

@@ -148,7 +148,7 @@ def _fields(kind: Any) -> Rule | None:
 #     u32 header length | header JSON {..., "arrays": [[name, dtype, length], ...]} | bytes
 
 _LENGTH = struct.Struct("<I")
-_ITEM_BYTES = {"<i4": 4, "<i8": 8, "<f4": 4, "<f8": 8, "|u1": 1}
+_ITEM_BYTES = {"<i2": 2, "<i4": 4, "<i8": 8, "<f4": 4, "<f8": 8, "|u1": 1}
 
 
 def pack_arrays(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bytes:

@@ -59,6 +59,17 @@ class MoeSpec:
     normalise: bool
     sparse_layers: tuple[int, ...]
 
+    @property
+    def routing_dtype(self) -> str:
+        """Of recorded choices: the smallest integers with a number for each expert and one, the
+        largest there is, for "not recorded"."""
+        return "uint8" if self.num_experts < 256 else "int16"
+
+    @property
+    def routing_token_bytes(self) -> int:
+        """The recorded choices of one token over all sparse layers."""
+        return len(self.sparse_layers) * self.top_k * (1 if self.routing_dtype == "uint8" else 2)
+
 
 NO_ROPE = RopeSpec(kind="none")
 # The norms of a block by their names in a checkpoint: before attention, of what attention adds,
@@ -124,9 +135,10 @@ class ModelSpec:
     def qkv_rows(self) -> int:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
-    def kv_token_bytes(self, item_bytes: int) -> int:
-        """Keys and values of one token over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * item_bytes
+    def kv_token_bytes(self, item_bytes: int, routing: bool = False) -> int:
+        """Keys and values of one token over all layers; with the record of its experts."""
+        recorded = self.moe.routing_token_bytes if routing and self.moe is not None else 0
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * item_bytes + recorded
 
     def is_sparse(self, layer: int) -> bool:
         return self.moe is not None and layer in self.moe.sparse_layers

@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 from dora_rl.config import AlgorithmConfig, RunConfig, TrainerConfig
 from dora_rl.config.section import choose
 from dora_rl.model.directory import check_files, read_spec
-from dora_rl.model.names import places_of
+from dora_rl.model.names import LINEAR_LAYERS, places_of
+from dora_rl.model.spec import NotSupported
 from dora_rl.setup.token_ids import first_difference
 from dora_rl.trainer.checks import check_attention, check_published, check_trainer
 from dora_rl.trainer.losses.recipes import fill, is_users_own
@@ -27,6 +28,7 @@ def check_learner(config: RunConfig) -> None:
     _check_sampling(config, fill(algorithm))
     check_trainer(trainer)
     _check_adapters(config, trainer)
+    _check_experts(config)
     if trainer.reference_model:
         _check_reference(config, Path(trainer.reference_model))
     _check_teacher(config, fill(algorithm))
@@ -120,10 +122,61 @@ def _check_adapters(config: RunConfig, trainer: TrainerConfig) -> None:
     if not trainer.lora_rank:
         return
     # The layers of the blocks: neither learner nor instances have an adapter for the output matrix.
-    modules = places_of(read_spec(config.model.path))
-    known = tuple(dict.fromkeys(module.rpartition(".")[2] for module in modules))
+    spec = read_spec(config.model.path)
+    known = tuple(dict.fromkeys(module.rpartition(".")[2] for module in places_of(spec)))
     for target in trainer.lora_targets:
+        require(
+            (
+                spec.moe is None or target in known or target not in LINEAR_LAYERS,
+                f"trainer.lora_targets: {target} is a layer of the experts here, and those carry "
+                f"no adapters; name layers of attention: {', '.join(known)}",
+            )
+        )
         choose("layer in trainer.lora_targets", target, known)
+
+
+def _check_experts(config: RunConfig) -> None:
+    """Where a replay or a balance is asked for, there are experts that can be told."""
+    trainer = config.trainer
+    asked = {"replay = 'on'": trainer.router_replay == "on"}
+    asked[f"aux_coef = {trainer.router_aux_coef:g}"] = trainer.router_aux_coef > 0
+    for key in (f"trainer.router_{name}" for name, is_so in asked.items() if is_so):
+        spec = read_spec(config.model.path)
+        lean = trainer.implementation != "transformers" and spec.rope.kind != "yarn"
+        require(
+            (spec.moe is not None, f"{key}: the model has no experts; leave it out"),
+            (
+                lean,
+                f"{key}: transformers runs this model, and its routers are its own; leave it out",
+            ),
+        )
+    require(
+        (
+            trainer.router_replay != "on" or config.rollout.backend == "native",
+            "trainer.router_replay = 'on': vLLM does not say which experts a token went to; set "
+            "rollout.backend = 'native', or leave it at 'auto'",
+        )
+    )
+
+
+def describe_experts(config: RunConfig, device: str) -> list[str]:
+    """Of a mixture of experts: whether the learner goes where the engine went."""
+    trainer = config.trainer
+    try:
+        if read_spec(config.model.path).moe is None:
+            return []
+    except NotSupported:
+        return []
+    lines = ["experts: each token trains where it went when it was sampled"]
+    if not config.records_routing(device):
+        on_gpu = trainer.router_replay == "auto" and config.rollout.backend == "native"
+        hint = "; on a GPU set trainer.router_replay = 'on'" if on_gpu and device != "cpu" else ""
+        lines = [f"experts: the learner's routers choose anew (no replay{hint})"]
+    elif config.rollout.speculation == "on" and device != "cpu":
+        lines += ["rollout.speculation: on a GPU nothing is guessed where experts are recorded"]
+    if trainer.lora_rank:
+        lines += ["experts and routers carry no adapters and stay as they are"]
+    return lines
 
 
 def _check_reference(config: RunConfig, path: Path) -> None:

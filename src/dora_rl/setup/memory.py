@@ -107,6 +107,7 @@ class Need:
     pack_tokens: int = 0
     checkpointing: str = ""
     chunk_tokens: int = 0
+    routing: bool = False  # instances record which experts each token went to
     versions_fixed: bool = False  # the user said how many; otherwise fewer may do
     handover: bool | None = False  # instances take versions from the device; None: the plan chooses
 
@@ -291,7 +292,7 @@ def engine_lines(need: Need, who: str, versions: int, requests: int, kv: int) ->
     if need.lora_rank and need.adapters:
         adapters = need.item_bytes * slots_params(spec, need.lora_rank, versions)
         what, held = f"base and {versions} adapters", weights + adapters
-    tokens = kv // spec.kv_token_bytes(need.item_bytes)
+    tokens = kv // spec.kv_token_bytes(need.item_bytes, need.routing)
     return [
         Line(who, "context", CONTEXT_BYTES),
         Line(who, what, held),
@@ -303,7 +304,7 @@ def engine_lines(need: Need, who: str, versions: int, requests: int, kv: int) ->
 def decoded_at_once(need: Need, kv: int) -> int:
     """Requests that such a cache is enough for, most of them far from their full length."""
     each = max(16, min(DECODED_TOKENS_MIN, need.request_tokens_max // 4))
-    return max(8, kv // (each * need.spec.kv_token_bytes(need.item_bytes)))
+    return max(8, kv // (each * need.spec.kv_token_bytes(need.item_bytes, need.routing)))
 
 
 def graph_bytes(need: Need, versions: int, requests: int) -> int:
@@ -384,7 +385,8 @@ def _divide(
         lines.append(Line("others", "in use by other programs", need.others_bytes))
     if need.learner:
         lines += _learner_lines(need, way, handover)
-    full = need.spec.kv_token_bytes(need.item_bytes) * need.request_tokens_max
+    token = need.spec.kv_token_bytes(need.item_bytes, need.routing)
+    full = token * need.request_tokens_max
     beside = max(1, min(need.evaluator_requests, EVALUATOR_REQUESTS) // stage.evaluator_part)
     rows = max(beside, min(need.step_tokens_max, EVALUATOR_STEP_TOKENS) // stage.evaluator_part)
     evaluator_kv = max(2 * full, int(share / 2 * beside * full)) if need.evaluator else 0

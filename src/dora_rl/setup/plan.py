@@ -291,6 +291,7 @@ def need_of(
         base_bytes=half if ranks == 1 and spec.dtype == compute else 4,
         compute_bytes=half,
         item_bytes=4 if options.dtype == "float32" else 2,
+        routing=options.record_routing,
         num_requests=min(rollout.seqs_max, -(-asked // len(layout.instances))),
         request_tokens_max=request_tokens(config, options.context_limit(spec.context_max)),
         step_tokens_max=options.step_tokens_max,

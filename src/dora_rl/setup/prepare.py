@@ -25,6 +25,7 @@ from dora_rl.setup.learner_check import (
     check_learner,
     check_learner_device,
     check_model_files,
+    describe_experts,
     describe_own,
 )
 from dora_rl.setup.plan import memory_problems, with_memory
@@ -58,6 +59,7 @@ class Prepared:
             f"{layout.resident_max} versions each; learner with {layout.learner_threads} threads",
             *self.train.describe(),
             *describe_own(self.config.algorithm),
+            *describe_experts(self.config, layout.device),
             *_describe_environments(self.config),
             f"run directory {self.config.runtime.run_dir}",
         ]

@@ -224,8 +224,10 @@ def move_cost(config: RunConfig) -> MoveCost:
         return MoveCost()  # `prepare` says what is wrong with the model
     weights = spec.num_layers * spec.hidden * (4 * spec.hidden + 3 * spec.intermediate)
     flops_per_s = 5.0e9 if config.runtime.device in ("cpu", "auto") else 1.0e14
+    device = config.runtime.device
+    routing = config.records_routing(device)
     return MoveCost(
-        kv_bytes_per_token=float(spec.kv_token_bytes(4 if config.runtime.device == "cpu" else 2)),
+        kv_bytes_per_token=float(spec.kv_token_bytes(4 if device == "cpu" else 2, routing)),
         link_bytes_per_s=1.0e9,
         move_overhead_s=0.001,
         prefill_tokens_per_s=flops_per_s / (2.0 * weights),

@@ -19,11 +19,11 @@ from dora_rl.controller.records import TrainedSample
 from dora_rl.core import actions as act
 from dora_rl.envs.base import spans
 from dora_rl.store.table import Row, Table
-from dora_rl.store.trajectories import columns_of, rounded, trajectory_of
+from dora_rl.store.trajectories import columns_of, rounded, routing_to_json, trajectory_of
 from dora_rl.types import GroupId, Prompt, RequestId, StepIndex, Trajectory, Version
 from dora_rl.workers.messages import Fed, Stored, Trained, Where, ints
 
-PAYLOAD = ("token_ids", "logprobs", "loss_mask")
+PAYLOAD = ("token_ids", "logprobs", "loss_mask", "expert_ids")
 
 
 class Samples(Table):
@@ -114,6 +114,7 @@ class Samples(Table):
                 turns=spans_of(sample),
                 branches=list(sample.branches),
                 turn_rewards=list(sample.turn_rewards),
+                experts=routing_to_json(sample) if tokens else [],
             )
             for sample in self.chosen(group, samples)
         ]

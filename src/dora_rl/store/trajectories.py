@@ -13,6 +13,7 @@ each of those files gives the same digest.
 from __future__ import annotations
 
 import json
+from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from hashlib import blake2b
@@ -104,6 +105,7 @@ def from_message(
 
 
 DECIMALS = 4
+ROUTING_KINDS = ("|u1", "<i2")
 
 
 def sample_digest(
@@ -114,13 +116,16 @@ def sample_digest(
     loss_mask: ArrayLike,
     branches: Sequence[Branch] = (),
     turn_rewards: Sequence[float] = (),
+    routing: str = "",
 ) -> str:
-    """16 hexadecimal digits over all of it."""
+    """16 hexadecimal digits over all of it; `routing` is the digest of its experts."""
     head: list[Any] = [list(request), [list(segment) for segment in segments]]
-    if branches:  # without them, and without rewards of turns, it is that of older releases
+    if branches:  # without them, rewards of turns and routing, it is that of older releases
         head.append([list(map(int, branch)) for branch in branches])
     if turn_rewards:
         head.append(list(map(float, turn_rewards)))
+    if routing:
+        head.append(routing)
     found = blake2b(repr(head).encode(), digest_size=8)
     found.update(np.asarray(token_ids, dtype="<i4").tobytes())
     # Not every float can be scaled and be a whole number: those are infinite, and never trained.
@@ -133,8 +138,42 @@ def sample_digest(
 def digest_of(sample: Trajectory) -> str:
     """Of a sample as it is."""
     payload = (sample.token_ids, sample.logprobs, sample.loss_mask)
-    more = (sample.branches, sample.turn_rewards)
+    more = (sample.branches, sample.turn_rewards, routing_digest(sample.expert_ids))
     return sample_digest(sample.request, sample.segments, *payload, *more)
+
+
+def routing_digest(expert_ids: NDArray[Any] | None) -> str:
+    """Of the experts of a sample; empty: none were recorded."""
+    if expert_ids is None:
+        return ""
+    found = blake2b(repr((expert_ids.dtype.str, expert_ids.shape)).encode(), digest_size=8)
+    found.update(np.ascontiguousarray(expert_ids).tobytes())
+    return found.hexdigest()
+
+
+def routing_to_json(sample: Trajectory) -> list[Any]:
+    """As rollouts.jsonl has it: the digest, and of the first sample of a group the experts
+    themselves, which need many times the room of the tokens. Empty: none were recorded."""
+    found = sample.expert_ids
+    if found is None:
+        return []
+    kept = b64encode(found.tobytes()).decode() if not sample.request.sample else ""
+    return [routing_digest(found), found.dtype.str, list(found.shape), kept]
+
+
+def routing_from_json(plain: Sequence[Any]) -> tuple[str, NDArray[Any] | None]:
+    """The digest, and the experts if they are there, which must have it."""
+    if not plain:
+        return "", None
+    digest, kind, shape, kept = plain
+    if not kept:
+        return str(digest), None
+    if kind not in ROUTING_KINDS:
+        raise ValueError(f"experts are not recorded as {kind!r}")
+    found = np.frombuffer(b64decode(kept, validate=True), kind).reshape(shape)
+    if routing_digest(found) != digest:
+        raise ValueError("its experts are not those of their digest")
+    return digest, found
 
 
 def text_digest(text: str) -> str:

@@ -39,11 +39,16 @@ def checkpoints_layers(options: TrainerConfig) -> bool:
 
 
 def check_trainer(options: TrainerConfig) -> None:
-    """A schedule that ends needs to know when."""
+    """A schedule that ends needs to know when, and what is balanced must be trained."""
     require(
+        (
+            not (options.router_aux_coef and options.lora_rank),
+            f"trainer.router_aux_coef = {options.router_aux_coef:g}: routers carry no adapter, so "
+            "with trainer.lora_rank none would learn to balance; set it to 0",
+        ),
         (
             options.schedule == "constant" or options.num_updates > options.warmup_updates,
             f"trainer.schedule '{options.schedule}' needs trainer.num_updates above "
             f"warmup_updates ({options.warmup_updates})",
-        )
+        ),
     )

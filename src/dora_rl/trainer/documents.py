@@ -71,6 +71,9 @@ class Document:
     is_first: bool = True
     share: float = 1.0
     turn_T: Tensor | None = None  # the turn of each trained token, from 0; None: there is one
+    # Of a mixture of experts: which experts each token went to when it was sampled, as
+    # [token, sparse layer, choice]; see `Trajectory.expert_ids`. None: not recorded.
+    expert_ids: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -105,6 +108,7 @@ def documents_of(
     if sample.turns > 1:
         starts = turn_starts(sample.loss_mask, sample.branches)
     documents: list[Document] = []
+    routing = routing_of_rows(group, sample)
     for row in found:
         trained = sample.loss_mask[row.own] != 0
         own = row.own[trained]
@@ -126,6 +130,8 @@ def documents_of(
         )
         if sample.teacher_logprobs is not None:
             document.teacher_logprobs = torch.from_numpy(sample.teacher_logprobs[own])
+        if routing is not None:
+            document.expert_ids = routing[len(documents)]
         if sample.mixed:
             begins, versions = np.array(sample.segments, np.int64).T
             at = np.searchsorted(begins, own, side="right") - 1
@@ -134,10 +140,25 @@ def documents_of(
     return documents
 
 
+def routing_of_rows(group: Group, sample: Trajectory) -> list[Tensor] | None:
+    """Which experts the tokens of each document of a sample went to; None: not recorded."""
+    found, first = sample.expert_ids, len(group.prompt_ids)
+    length = first + len(sample.token_ids)
+    if found is None or len(found) != length:
+        return None
+    places = np.arange(length, dtype=np.int32)  # in prompt and response, instead of the tokens
+    rows = [places]
+    if sample.branches:
+        of_places = rows_of(places[:first], places[first:], sample.loss_mask, sample.branches)
+        rows = [row.token_ids for row in of_places]
+    return [torch.from_numpy(found[row]) for row in rows]
+
+
 @dataclass(frozen=True, slots=True)
 class Pack:
     """Documents side by side: all their tokens, and of the trained ones the row that predicts each,
-    itself, and its document."""
+    itself, and its document. `experts_PLK`: where the tokens went in a mixture of
+    experts, for whoever replays it, and how many of these choices are known."""
 
     documents: tuple[Document, ...]
     token_ids_P: Tensor
@@ -145,6 +166,8 @@ class Pack:
     rows_T: Tensor
     target_T: Tensor
     sequence_T: Tensor
+    experts_PLK: Tensor | None = None
+    num_replayed: int = 0
 
     @property
     def num_trained(self) -> int:
@@ -166,6 +189,7 @@ class Pack:
 def collate(documents: Sequence[Document], device: torch.device) -> Pack:
     """Put documents side by side; nothing is padded."""
     layout = Layout([d.num_tokens for d in documents], device)
+    routing = _routing(documents)
     token_ids = torch.cat([d.token_ids for d in documents])
     counts = torch.tensor([d.num_trained for d in documents])
     starts = torch.tensor(layout.starts).repeat_interleave(counts)
@@ -177,6 +201,26 @@ def collate(documents: Sequence[Document], device: torch.device) -> Pack:
         rows_T=send(rows, device),
         target_T=send(token_ids[rows + 1], device),
         sequence_T=send(torch.repeat_interleave(counts), device),
+        experts_PLK=None if routing is None else send(routing, device),
+        num_replayed=0 if routing is None else int((routing != _unrecorded(routing)).sum()),
+    )
+
+
+def _unrecorded(routing: Tensor) -> int:
+    return torch.iinfo(routing.dtype).max
+
+
+def _routing(documents: Sequence[Document]) -> Tensor | None:
+    """None where it is known of no document; else "not recorded" for those it is not known of."""
+    known = next((d.expert_ids for d in documents if d.expert_ids is not None), None)
+    if known is None:
+        return None
+    shape, none = known.shape[1:], _unrecorded(known)
+    return torch.cat(
+        [
+            known.new_full((d.num_tokens, *shape), none) if d.expert_ids is None else d.expert_ids
+            for d in documents
+        ]
     )
 
 

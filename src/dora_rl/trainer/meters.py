@@ -35,6 +35,10 @@ MEANS = (
     "critic/error_square",
     "critic/grad_norm",
     "distill_kl",
+    "moe/balance",
+    "moe/load_max",
+    "moe/mismatch",
+    "moe/replayed",
 )
 
 

@@ -24,7 +24,7 @@ from dora_rl.trainer.losses.functions import (
 from dora_rl.trainer.losses.inputs import LossInputs, LossOutput, ratio_of
 from dora_rl.trainer.losses.registry import Objective
 from dora_rl.trainer.meters import Meters
-from dora_rl.trainer.policy.logprobs import TeacherLogits, TokenScores
+from dora_rl.trainer.policy.logprobs import Routing, TeacherLogits, TokenScores
 from dora_rl.trainer.policy.model import Critic, Policy
 from dora_rl.types import StepIndex
 
@@ -88,7 +88,13 @@ def policy_pass(
     """Add the pack's gradient sum to the policy; returns its loss numerator, detached."""
     options = objective.options
     scores: TokenScores = policy(
-        pack.token_ids_P, pack.layout, pack.rows_T, pack.target_T, options.temperature, teacher
+        pack.token_ids_P,
+        pack.layout,
+        pack.rows_T,
+        pack.target_T,
+        options.temperature,
+        teacher,
+        pack.experts_PLK,
     )
     inputs = loss_inputs(pack, scores, step)
     if objective.distils_in_advantage:
@@ -105,11 +111,26 @@ def policy_pass(
         loss_T = loss_T + _reference_penalty(inputs, options, meters)
     if options.entropy_coef:
         loss_T = loss_T - options.entropy_coef * inputs.entropy_T
+    if scores.routing is not None:
+        loss_T = loss_T + _balance(scores.routing, pack, meters)
     total = objective.numerator(loss_T, inputs)
     total.backward()
     _meter(meters, inputs, output, pack)
     _meter_teacher(meters, inputs, scores.teacher_kl_T)
     return total.detach()
+
+
+def _balance(routing: Routing, pack: Pack, meters: Meters) -> Tensor:
+    """What the loss of each token has for the balance of its document's experts."""
+    balance_T, n = routing.balance_S[pack.sequence_T], pack.num_trained
+    meters.add_sum("moe/balance", balance_T.sum(), n)
+    meters.add_sum("moe/load_max", routing.load_max * n, n)
+    if (given := pack.experts_PLK) is not None:
+        meters.add_sum("moe/mismatch", routing.num_differing, pack.num_replayed)
+        # Nobody has computed the newest token of a response.
+        choices = (len(given) - len(pack.documents)) * given[0].numel()
+        meters.add_sum("moe/replayed", torch.tensor(float(pack.num_replayed)), choices)
+    return routing.aux_coef * balance_T
 
 
 def _reference_penalty(inputs: LossInputs, options: AlgorithmConfig, meters: Meters) -> Tensor:

@@ -1,10 +1,11 @@
 """What models that do not move say of documents: sealed versions, reference, teacher, critic.
 
 Never scores under weights in motion. Invariants: every log-prob handed out was computed from a
-sealed version of the weight store (or the frozen reference or teacher), by the training engine; old
-values are those of the critic at the beginning of the step, before any of its updates; a teacher's
-token ids mean what the policy's do. Where memory runs out, the same documents are scored in smaller
-packs, and whoever watches is told.
+sealed version of the weight store (or the frozen reference or teacher), by the training engine; of
+a mixture of experts, sealed versions go where the tokens went when they were sampled, as the policy
+does, and reference and teacher go their own ways; old values are those of the critic at the
+beginning of the step, before any of its updates; a teacher's token ids mean what the policy's do.
+Where memory runs out, the same documents are scored in smaller packs, and whoever watches is told.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def score(
     device = next(policy.parameters()).device
 
     def run(pack: Pack) -> Tensor:
-        scores = policy(pack.token_ids_P, pack.layout, pack.rows_T, pack.target_T, temperature)
+        given = (pack.token_ids_P, pack.layout, pack.rows_T, pack.target_T, temperature)
+        scores = policy(*given, experts_PLK=pack.experts_PLK)
         return scores.logprobs_T if on_device else scores.logprobs_T.cpu()
 
     with without_dropout(policy):

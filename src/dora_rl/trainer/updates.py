@@ -117,8 +117,11 @@ class Updates:
     def _make_reference(self) -> Policy:
         options = self.options
         if options.reference_model:
-            return freeze(load_policy(Path(options.reference_model), options))
+            reference = freeze(load_policy(Path(options.reference_model), options))
+            reference.replays = False  # it says what it would do itself
+            return reference
         twin = self.scorer.make_twin()
+        twin.replays = False
         copy_weights(twin, self.policy)
         if options.lora_rank and options.lora_publish == "adapters":
             add_lora(twin, options)  # new ones add nothing, in the policy's own order of sums
@@ -129,6 +132,7 @@ class Updates:
         directory, vocab = self.options.teacher_model, self.policy.vocab
         options = self.objective.options
         teacher = freeze(load_policy(Path(directory), self.options))
+        teacher.replays = False
         require(
             (
                 teacher.vocab >= vocab,
@@ -178,8 +182,9 @@ class Updates:
                 "train/flops",
                 self.policy.arch.train_flops([d.num_tokens for d in documents], adapters),
             )
+        may_skip = self.objective.may_skip_zero_advantage and not self.options.router_aux_coef
         for d in documents:
-            if self.objective.may_skip_zero_advantage and not bool(d.advantages.any()):
+            if may_skip and not bool(d.advantages.any()):
                 self.meters.count("train/tokens_skipped", d.num_tokens)
             else:
                 self._pending.append(d)

@@ -92,7 +92,8 @@ class Evaluator(Role):
 def open_engine(config: RunConfig, model: Path, device: str, **more: Any) -> Engine:
     """For one version at a time."""
     torch.set_num_threads(max(1, config.rollout.threads))
-    options = config.engine_options(device, 1) | {"versions_max": 1, **more}
+    own = {"versions_max": 1, "record_routing": False}
+    options = config.engine_options(device, 1) | own | more
     return Engine(read_spec(model), EngineOptions(**options), decode_of(config, model))
 
 

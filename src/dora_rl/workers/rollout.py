@@ -274,7 +274,7 @@ class RolloutWorker(Role):
         epoch = self.epochs.get(rid)
         if epoch is not None and seq.status is Status.IDLE and seq.turns == trajectory.turns:
             # Not the output, which may lie here while the session is replaced.
-            self.send(msg.TurnEnded(epoch, (seq.trajectory(),)))
+            self.send(msg.TurnEnded(epoch, (replace(seq.trajectory(), expert_ids=None),)))
         return True
 
     def _observed(self, message: msg.Observed) -> None:

@@ -86,6 +86,7 @@ def test_an_honest_row_passes(tmp_path: Path) -> None:
         {"loss_mask": np.array([1, 1, 1], dtype=np.uint8)},
         {"branches": (ROOT, Branch(1, 0, 0))},
         {"turn_rewards": (0.5, 0.5)},
+        {"expert_ids": np.zeros((5, 1, 2), dtype=np.uint8)},
     ],
 )
 def test_a_row_with_another_payload_is_named(changes: dict[str, Any], tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ TABLE: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
     "trainer.lora_rank": COUNT,
     "trainer.lora_alpha": POSITIVE,
     "trainer.lora_dropout": BELOW_ONE,
+    "trainer.router_aux_coef": ((-0.1, NAN, INF), (0.0,), "at least 0"),  # the model has no experts
     "trainer.seed": ((), (-1, 0, 7), ""),
     "rollout.num_instances": NUMBER,
     "rollout.threads": NUMBER,

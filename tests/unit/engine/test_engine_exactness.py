@@ -82,7 +82,8 @@ class World:
         self.paths, self.journal_dir = paths, journal_dir
         self.params = PLAIN if burst > 1 else PARAMS
         spec = read_spec(paths[0])
-        roomy, tight = (o.model_copy(update={"compiled_kernels": compiled}) for o in (ROOMY, TIGHT))
+        how = {"compiled_kernels": compiled, "record_routing": spec.moe is not None}
+        roomy, tight = (o.model_copy(update=how) for o in (ROOMY, TIGHT))
         self.alone = Engine(spec, roomy.model_copy(update={"speculation": "off"}))
         for version, path in enumerate(paths):
             self.alone.load(version, path)
@@ -133,7 +134,9 @@ class World:
     scope="module",
     params=[
         *("compiled", "torch", "ahead", "far ahead", "compiled drafts", "torch drafts"),
-        *("compiled windows", "torch windows"),
+        *("compiled windows", "torch windows", "mixture"),
+        pytest.param("mixture ahead", marks=pytest.mark.full),
+        pytest.param("mixture drafts", marks=pytest.mark.full),
     ],
 )
 def world(
@@ -141,10 +144,11 @@ def world(
     saved: Callable[..., tuple[object, Path]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> World:
-    family = "gemma3" if "windows" in request.param else "qwen3"
+    families = {"windows": "gemma3", "mixture": "qwen3-moe"}
+    family = next((families[word] for word in request.param.split() if word in families), "qwen3")
     paths = [saved(family, seed)[1] for seed in range(3)]
     journals = tmp_path_factory.mktemp("journals")
-    burst = {"ahead": 5, "far ahead": 23}.get(request.param, 1)
+    burst = {"ahead": 5, "far ahead": 23, "mixture ahead": 5}.get(request.param, 1)
     compiled, drafts = "torch" not in request.param, "drafts" in request.param
     return World(paths, journals, compiled=compiled, burst=burst, drafts=drafts)
 

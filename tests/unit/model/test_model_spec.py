@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -121,6 +122,20 @@ def test_experts_in_some_layers_only() -> None:
     assert [spec.is_sparse(i) for i in range(4)] == [False, True, False, True]
     assert spec_from_config(config | {"num_experts": 0}).moe is None
     assert spec_from_config(config | {"mlp_only_layers": [0, 1, 2, 3]}).moe is None
+
+
+def test_the_record_of_a_tokens_experts_is_counted_with_its_keys_and_values() -> None:
+    config = SHAPE | {"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 4}
+    few, many = (
+        spec_from_config(config | {"num_experts": num, "num_experts_per_tok": 8})
+        for num in (255, 256)
+    )
+    for spec, dtype, num_bytes in ((few, "uint8", 4 * 8), (many, "int16", 2 * 4 * 8)):
+        assert spec.moe is not None and spec.moe.routing_dtype == dtype
+        assert np.iinfo(dtype).max >= spec.moe.num_experts, "one number means: not recorded"
+        assert spec.kv_token_bytes(2, routing=True) == spec.kv_token_bytes(2) + num_bytes
+    dense = spec_from_config(SHAPE | {"architectures": ["Qwen3ForCausalLM"]})
+    assert dense.kv_token_bytes(2, routing=True) == dense.kv_token_bytes(2)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -11,6 +12,12 @@ import numpy as np
 import pytest
 
 from dora_rl.store.samples import Samples
+from dora_rl.store.trajectories import (
+    digest_of,
+    routing_digest,
+    routing_from_json,
+    routing_to_json,
+)
 from dora_rl.types import ARRAYS, Branch, Finish, Group, RequestId, Segment, Trajectory
 from dora_rl.workers.messages import Rows, pack, unpack
 
@@ -33,7 +40,7 @@ FULL = Trajectory(
     error="why",
     branches=(Branch(0, 0, 0), Branch(2, 0, -1)),
     turn_rewards=(0.5, -0.75),
-    expert_ids=np.arange(24).reshape(3, 4, 2),
+    expert_ids=np.arange(24, dtype=np.int16).reshape(3, 4, 2),
     teacher_logprobs=[-0.5, -0.5, -0.5],
 )
 
@@ -52,6 +59,7 @@ def test_messages_carry_all_of_a_trajectory_but_its_prompt() -> None:
     assert plain == PLAIN
     assert full == replace(FULL, prompt_ids=[])
     assert full.expert_ids is not None and full.expert_ids.shape == (3, 4, 2)
+    assert full.expert_ids.dtype == np.int16
 
 
 def test_the_store_keeps_all_of_a_trajectory_but_its_prompt(tmp_path: Path) -> None:
@@ -82,7 +90,7 @@ def test_a_sample_that_is_told_twice_is_kept_once_and_the_newer_one_counts(tmp_p
 
 def test_values_are_arrays_and_equal_by_value() -> None:
     for name, dtype in ARRAYS.items():
-        assert getattr(FULL, name).dtype == dtype
+        assert getattr(FULL, name).dtype == (dtype or "int16")
     assert replace(FULL) == FULL != PLAIN
     for name in ARRAYS:
         changed = np.array(getattr(FULL, name))
@@ -93,6 +101,44 @@ def test_values_are_arrays_and_equal_by_value() -> None:
     assert (FULL.num_trained, FULL.truncated, PLAIN.truncated) == (2, True, False)
     with pytest.raises(TypeError, match="unhashable"):
         hash(FULL)
+
+
+def test_the_digest_covers_the_routing_where_there_is_one() -> None:
+    plain = "2885a9e4d3c846b2"
+    assert digest_of(PLAIN) == plain, "samples of older releases have the digests they had"
+    chosen = np.array([[[1, 2]], [[0, 3]], [[255, 255]], [[255, 255]]], np.uint8)
+    routed = replace(PLAIN, expert_ids=chosen)
+    shifted = replace(PLAIN, expert_ids=np.roll(chosen, 1, 0))
+    wider = replace(PLAIN, expert_ids=chosen.astype(np.int16))
+    assert len({plain, *map(digest_of, (routed, shifted, wider))}) == 4
+
+
+def test_routing_in_json_has_its_digest_and_of_the_first_sample_all_of_it() -> None:
+    chosen = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
+    first, second = (replace(sample, expert_ids=chosen) for sample in (PLAIN, FULL))
+    digest, found = routing_from_json(json.loads(json.dumps(routing_to_json(first))))
+    assert digest == routing_digest(chosen) and np.array_equal(found, chosen)  # type: ignore[arg-type]
+    assert routing_from_json(routing_to_json(second)) == (digest, None)
+    assert routing_from_json(routing_to_json(PLAIN)) == ("", None)
+    digest, kind, shape, kept = routing_to_json(first)
+    for damaged in (
+        [digest, kind, shape, kept[:-4] + "AAAA"],
+        [digest, kind, [2, 3, 2], kept],
+        [digest, "|i1", shape, kept],
+        [digest, kind, [3, 2], kept],
+        [digest, kind, shape, "é"],
+    ):
+        with pytest.raises(ValueError):
+            routing_from_json(damaged)
+
+
+def test_routing_that_differs_is_another_sample_to_the_store(tmp_path: Path) -> None:
+    samples = Samples(tmp_path / "table.log")
+    first = replace(PLAIN, expert_ids=np.zeros((4, 1, 2), np.uint8))
+    again = replace(PLAIN, expert_ids=np.ones((4, 1, 2), np.uint8))
+    for sample in (first, again):
+        samples.add(sample)
+    assert samples.get(PLAIN.request) == again
 
 
 def test_the_old_names_of_the_learners_samples_still_work() -> None:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from tests.kit.exact_cases import write_exact_model
 from tests.kit.places import ROOT
+from tests.kit.trainer_cases import write_tiny_model
 from tests.kit.trainer_rank import run_rank
 from tests.unit.trainer.foreign_families import write_family
 
@@ -70,6 +71,14 @@ def test_two_ranks_with_a_model_run_by_transformers(tmp_path: Path, loss: str, f
     test_two_ranks_give_the_update_of_one(
         write_family(tmp_path / "model", family), tmp_path, loss, 40, {}
     )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layers", ["none", "layer"])
+def test_two_ranks_with_a_mixture_that_replays(tmp_path: Path, layers: str) -> None:
+    model = write_tiny_model(tmp_path / "model", "qwen3_moe")
+    options = {"router_aux_coef": 0.1, "activation_checkpointing": layers}
+    test_two_ranks_give_the_update_of_one(model, tmp_path, "grpo", 40, options)
 
 
 @pytest.mark.parametrize(

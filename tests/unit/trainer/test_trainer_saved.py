@@ -106,7 +106,7 @@ def kept_bytes(layer: Layer, arch: Any, num_tokens: int) -> int:
 
     x = torch.randn(num_tokens, arch.hidden).bfloat16().requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = layer(x, [(cos, sin)], layout)
+        y, _ = layer(x, [(cos, sin)], layout)
     y.float().sum().backward()
     return sum(t.untyped_storage().nbytes() for p, t in kept.items() if p not in known)
 

@@ -97,6 +97,7 @@ class Rows(NamedTuple):
     write_index: Tensor  # places of each row's keys, then values, in a layer's pool of vectors
     pairs: dict[int, Pairs | None]  # rows that decode, by window
     chunks: list[tuple[slice, int, list[int]]]  # others: rows, first position, blocks
+    chosen: list[Tensor]  # experts of each row, by sparse layer, as they are chosen
 
 
 class Decoder:
@@ -124,6 +125,10 @@ class Decoder:
             x = x + self._norm(self._project(h, layer, "o", rows), layer.post1, rows)
             h = self._norm(x, layer.norm2, rows)
             x = x + self._norm(self._mlp(h, layer, rows), layer.post2, rows)
+        if cache.routing is not None:
+            block, token = np.divmod(batch.positions, cache.routing.shape[3])
+            blocks = torch.from_numpy(table[batch.table_rows, block])
+            cache.write_routing(blocks, torch.from_numpy(token), rows.chosen)
         return self._logits(self._norm(x, self.weights.norm, rows), batch)
 
     def _rows(self, batch: Batch, cache: KvCache, table: Ints) -> Rows:
@@ -141,6 +146,7 @@ class Decoder:
             [(cos[positions][:, None], sin[positions][:, None]) for cos, sin in self._tables],
             torch.from_numpy(write_index(batch, cache, table)),
             *split_rows(batch, table, cache.kv.shape[4], self._windows),
+            [],
         )
 
     def _logits(self, hidden: Tensor, batch: Batch) -> Tensor:
@@ -228,13 +234,16 @@ class Decoder:
 
     def _mlp(self, h: Tensor, layer: Layer, rows: Rows) -> Tensor:
         if layer.router is not None:
-            return _joined([self._sparse(h[a:b], layer, slot) for slot, a, b in rows.of_base])
+            parts = [self._sparse(h[a:b], layer, slot) for slot, a, b in rows.of_base]
+            rows.chosen.append(_joined([expert for _, expert in parts]))
+            return _joined([out for out, _ in parts])
         gate, up = self._project(h, layer, "gate_up", rows).chunk(2, -1)
         return self._project(self._activate(gate) * up, layer, "down", rows)
 
-    def _sparse(self, h: Tensor, layer: Layer, slot: int) -> Tensor:
+    def _sparse(self, h: Tensor, layer: Layer, slot: int) -> tuple[Tensor, Tensor]:
         """Each row visits its top experts, expert by expert, in whole tiles: its products do not
-        depend on how many others chose the same one. They are added in the order of their rank."""
+        depend on how many others chose the same one. They are added in the order of their rank.
+        Returns the sums, and the experts of each row."""
         moe, linear = self.spec.moe, self.linear
         assert moe is not None and layer.router is not None
         share, expert = route(linear(h, layer.router[slot]), moe, h.dtype)
@@ -248,7 +257,7 @@ class Decoder:
                 out = linear(self._activate(gate) * up, layer.down[slot, index])
                 visits[mine] = out[: len(mine)]
         ranked = (visits.view(len(h), moe.top_k, -1) * share[..., None]).unbind(1)
-        return sum(ranked[1:], ranked[0])
+        return sum(ranked[1:], ranked[0]), expert
 
 
 def route(logits: Tensor, moe: MoeSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -48,6 +48,7 @@ class Rows:
     wanted: Tensor | None = None  # of prefill rows: whose hidden states are asked for, else all
     own: bool = True  # our products, which are compiled for the number of rows, where they pay
     fresh: int = 0  # rows before a row, at most, that are of its request
+    chosen: list[Tensor] | None = None  # by sparse layer the experts of each row, if recorded
 
     def only_wanted(self) -> Rows:
         """The wanted rows alone, of one version."""
@@ -110,6 +111,9 @@ class CudaDecoder:
 
         Of rows that are not wanted the last layer has only keys and values.
         """
+        if cache.routing is not None:
+            assert rows.wanted is None, "where a row goes is recorded in every layer"
+            rows = replace(rows, chosen=[])
         x = rows.embedded
         delta: Tensor | None = None
         for index, (layer, reach) in enumerate(zip(self.weights.layers, self._reach, strict=True)):
@@ -129,7 +133,17 @@ class CudaDecoder:
             delta = self._after(self._parts(h, layer, "o", rows), layer.post1, rows)
             h = self._norm(x, delta, layer.norm2, rows)
             delta = self._after(self._mlp(h, layer, rows), layer.post2, rows)
+        if cache.routing is not None:
+            self._record(rows, cache, cache.routing.shape[3])
         return self._norm(x, delta, self.weights.norm, rows)
+
+    @staticmethod
+    def _record(rows: Rows, cache: KvCache, block_tokens: int) -> None:
+        """Where each row went, beside its keys and values."""
+        assert rows.chosen is not None
+        positions = rows.positions.long()
+        blocks = rows.table[rows.slots, positions // block_tokens]
+        cache.write_routing(blocks.long(), positions % block_tokens, rows.chosen)
 
     def _attend_decode(
         self, h: Tensor, layer: Layer, reach: Reach, rows: Rows, pool: Tensor
@@ -319,6 +333,8 @@ class CudaDecoder:
             assert self.spec.moe is not None
             logits = self._linear(h, layer, "router", rows)
             chosen = choose_experts(logits, self.spec.moe, h.dtype, rows.num_versions)
+            if rows.chosen is not None:
+                rows.chosen.append(chosen[1] % self.spec.moe.num_experts)
             span = slice(rows.first, rows.first + rows.num_versions)
             stacked = (layer.gate_up[span].flatten(0, 1), layer.down[span].flatten(0, 1))
             return sparse_rows(h, *chosen, *stacked)[None]

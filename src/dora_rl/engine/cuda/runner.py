@@ -19,7 +19,7 @@ Never reads a device value outside `collect`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -74,7 +74,7 @@ class CudaRunner(Runner):
         self._drawn: dict[int, Tensor] = {}  # by number of rows: [step, 2, row], see `draw`
         self.lora = self.weights.adapters is not None
         self.decoder = CudaDecoder(spec, self.weights, self.context)
-        guesses = options.speculation == "on" and self.depth > 0
+        guesses = options.speculation == "on" and self.depth > 0 and self.cache.routing is None
         self.slots = DeviceSlots(
             options.seqs_max,
             self.blocks_max,
@@ -235,6 +235,9 @@ class CudaRunner(Runner):
             self.slots.adapter[owners] if self.lora else None,
             wanted=self.slots.upload(_filled_up(logit_rows), torch.int64),
         )
+        wanted, recorded = rows.wanted, self.cache.routing is not None
+        if recorded:  # of all rows, in all layers
+            rows = replace(rows, wanted=None)
         tiles = self._tiles(pieces)
         hidden = self.decoder.forward(
             rows,
@@ -243,6 +246,8 @@ class CudaRunner(Runner):
                 q, pool, self.slots.table, tiles, PREFILL_TILE, *how
             ),
         )
+        if recorded:
+            hidden = hidden[wanted]
         if logit_rows:
             self._sample_prefill(slot, spans, hidden[: len(logit_rows)], flight)
 

@@ -33,6 +33,7 @@ class ForeignPolicy(nn.Module):
     """transformers' own model; `inner` is it, with the names it has there."""
 
     arch: ModelSpec | None = None  # not known
+    replays = False  # the routing of a mixture of experts
     blocks: Sequence[nn.Module] = ()  # it is sharded as a whole
 
     def __init__(self, model: Any, dtype: torch.dtype, options: TrainerConfig) -> None:
@@ -73,8 +74,10 @@ class ForeignPolicy(nn.Module):
         target_T: Tensor,
         temperature: float = 1.0,
         teacher: TeacherLogits | None = None,
+        experts_PLK: Tensor | None = None,
     ) -> TokenScores:
-        """Scores of `target_T[i]` as the token after row `rows_T[i]` of the pack."""
+        """Scores of `target_T[i]` as the token after row `rows_T[i]` of the pack. A mixture of
+        experts that transformers runs goes its own ways."""
         states_TH = self.states(token_ids_P, layout).index_select(0, rows_T)
         return scores_of(
             states_TH, self.output(), target_T, temperature, self.chunk_tokens, teacher

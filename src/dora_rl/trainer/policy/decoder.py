@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,13 @@ from torch.utils.checkpoint import checkpoint
 from dora_rl.model.rope import inverse_frequencies, rotation
 from dora_rl.model.spec import ModelSpec, MoeSpec
 from dora_rl.trainer.attention import Attend, Layout
-from dora_rl.trainer.policy.logprobs import Output, TeacherLogits, TokenScores, scores_of
+from dora_rl.trainer.policy.logprobs import (
+    Output,
+    Routing,
+    TeacherLogits,
+    TokenScores,
+    scores_of,
+)
 from dora_rl.trainer.policy.lora import Linear, operator, side_by_side
 
 Turn: TypeAlias = tuple[Tensor, Tensor]  # cosines and sines of a rotary embedding
@@ -117,8 +123,20 @@ class Mlp(nn.Module):
         return self.down_proj(self.act(gate) * up)
 
 
+class Choice(NamedTuple):
+    """Of the tokens of a pack in one sparse layer."""
+
+    probability_PE: Tensor
+    own_PK: Tensor  # the top k
+    expert_PK: Tensor  # where they went: those that were given, else the top k
+
+
 class Router(nn.Module):
-    """Softmax over experts in float32, then the top k (renormalised where the model says so)."""
+    """Softmax over experts in float32, then the top k (renormalised where the model says so).
+
+    Replayed: the experts are given, as they were recorded when the tokens were sampled, and their
+    shares are what this router makes of them. Where no choice is recorded it is the router's own.
+    """
 
     def __init__(self, hidden: int, moe: MoeSpec) -> None:
         super().__init__()
@@ -126,11 +144,26 @@ class Router(nn.Module):
         self.num_chosen, self.renormalise = moe.top_k, moe.normalise
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        logits = F.linear(x, self.weight.to(x.dtype))
-        share, expert = row_softmax(logits).topk(self.num_chosen, dim=-1)
+        share, expert = self._probabilities(x).topk(self.num_chosen, dim=-1)
+        return self._shares(share, x.dtype), expert
+
+    def replay(self, x: Tensor, given_PK: Tensor | None) -> tuple[Tensor, Choice]:
+        probability = self._probabilities(x)
+        share, own = probability.topk(self.num_chosen, dim=-1)
+        expert = own
+        if given_PK is not None:
+            given = given_PK.long()
+            expert = torch.where(given < probability.shape[-1], given, own)
+            share = probability.gather(-1, expert)
+        return self._shares(share, x.dtype), Choice(probability, own, expert)
+
+    def _probabilities(self, x: Tensor) -> Tensor:
+        return row_softmax(F.linear(x, self.weight.to(x.dtype)))
+
+    def _shares(self, share: Tensor, dtype: torch.dtype) -> Tensor:
         if self.renormalise:
             share = share / share.sum(-1, keepdim=True)
-        return share.to(x.dtype), expert
+        return share.to(dtype)
 
 
 class Experts(nn.Module):
@@ -169,7 +202,13 @@ class SparseMlp(nn.Module):
         self.num_experts = moe.num_experts
 
     def forward(self, x: Tensor) -> Tensor:
-        share, expert = self.gate(x)
+        return self._visit(x, *self.gate(x))
+
+    def replay(self, x: Tensor, given_PK: Tensor | None) -> tuple[Tensor, Choice]:
+        share, choice = self.gate.replay(x, given_PK)
+        return self._visit(x, share, choice.expert_PK), choice
+
+    def _visit(self, x: Tensor, share: Tensor, expert: Tensor) -> Tensor:
         flat = expert.reshape(-1)
         order = flat.argsort(stable=True)
         # Not bincount: its output size is unknown to the compiler.
@@ -186,8 +225,50 @@ class SparseMlp(nn.Module):
         return y.index_select(0, place).view(*expert.shape, -1).sum(1)
 
 
+class Counts(NamedTuple):
+    """What the router of one layer did: sums over the tokens of each document, and choices."""
+
+    visits_SE: Tensor
+    probability_SE: Tensor
+    num_differing: Tensor
+
+
+def count_choices(choice: Choice, given_PK: Tensor | None, layout: Layout) -> Counts:
+    """Order does not count: a choice differs if its expert is none of the router's own top k."""
+    probability, own, expert = choice
+    zeros = probability.new_zeros(len(layout.lengths), probability.shape[-1])
+    visits_PE = torch.zeros_like(probability).scatter_(-1, expert, 1.0)
+    given = torch.zeros_like(expert, dtype=torch.bool)
+    if given_PK is not None:
+        given = given_PK < probability.shape[-1]
+    differs = (expert[:, :, None] != own[:, None, :]).all(-1)
+    return Counts(
+        zeros.index_add(0, layout.document_P, visits_PE),
+        zeros.index_add(0, layout.document_P, probability),
+        (differs & given).sum(),
+    )
+
+
+def routing_of(counts: Sequence[Counts], layout: Layout, aux_coef: float) -> Routing:
+    """Of all sparse layers; see `Routing`."""
+    visits_LSE = torch.stack([c.visits_SE for c in counts])
+    probability_LSE = torch.stack([c.probability_SE for c in counts])
+    num_layers, _, num_experts = visits_LSE.shape
+    length_S = torch.tensor(layout.lengths, dtype=visits_LSE.dtype, device=visits_LSE.device)
+    rows_S = num_layers * length_S[:, None]
+    share_SE, mean_SE = visits_LSE.sum(0) / rows_S, probability_LSE.sum(0) / rows_S
+    visits_LE = visits_LSE.sum(1)
+    return Routing(
+        num_experts * (share_SE * mean_SE).sum(-1),
+        (visits_LE.amax(-1) / visits_LE.mean(-1)).mean(),
+        torch.stack([c.num_differing for c in counts]).sum(),
+        aux_coef,
+    )
+
+
 class Layer(nn.Module):
-    """One block. `before` and `after` are the two halves around attention (compiled on a GPU)."""
+    """One block. `before` and `after` are the two halves around attention (compiled on a GPU), and
+    so is `after_routed`, of a sparse layer whose router is told where to go, or counted."""
 
     def __init__(self, arch: ModelSpec, index: int, attend: Attend) -> None:
         super().__init__()
@@ -201,6 +282,7 @@ class Layer(nn.Module):
         self.rope = arch.all_ropes().index(arch.rope_of(index))
         self.before: Callable[..., tuple[Tensor, Tensor, Tensor]] = self._before
         self.after: Callable[..., Tensor] = self._after
+        self.after_routed: Callable[..., tuple[Tensor, Choice]] = self._after_routed
 
     def _norm(self, place: int, x: Tensor) -> Tensor:
         """By the norm at a place of `ModelSpec.norms`, if there is one."""
@@ -214,15 +296,35 @@ class Layer(nn.Module):
         x = x + self._norm(1, self.self_attn.o_proj(mixed))
         return x + self._norm(3, self.mlp(self._norm(2, x)))
 
+    def _after_routed(
+        self, x: Tensor, mixed: Tensor, given_PK: Tensor | None
+    ) -> tuple[Tensor, Choice]:
+        assert isinstance(self.mlp, SparseMlp)
+        x = x + self._norm(1, self.self_attn.o_proj(mixed))
+        y, choice = self.mlp.replay(self._norm(2, x), given_PK)
+        return x + self._norm(3, y), choice
+
     def fuse(self, **how: Any) -> None:
         """Compile the two halves."""
         self.before = torch.compile(self._before, **how)
         self.after = torch.compile(self._after, **how)
+        self.after_routed = torch.compile(self._after_routed, **how)
 
-    def forward(self, x: Tensor, turns: Sequence[Turn], layout: Layout) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        turns: Sequence[Turn],
+        layout: Layout,
+        given_PK: Tensor | None = None,
+        counted: bool = False,
+    ) -> tuple[Tensor, Counts | None]:
         q, k, v = self.before(x, *turns[self.rope])
         mixed = self.self_attn.attend(q, k, v, layout, self.scale, self.window)
-        return self.after(x, mixed.reshape(x.shape[0], -1))
+        mixed = mixed.reshape(x.shape[0], -1)
+        if given_PK is None and not counted:
+            return self.after(x, mixed), None
+        x, choice = self.after_routed(x, mixed, given_PK)
+        return x, count_choices(choice, given_PK, layout) if counted else None
 
 
 class Backbone(nn.Module):
@@ -247,6 +349,9 @@ class Decoder(nn.Module):
         self.vocab, self.hidden, self.positions_max = arch.vocab, arch.hidden, arch.context_max
         self.checkpointing = self.compiled = False
         self.chunk_tokens = 0
+        # Of a mixture of experts: whether it goes where the tokens went when they were sampled,
+        # where that is known, and the weight of the routers' balance in the loss.
+        self.replays, self.router_aux_coef = arch.moe is not None, 0.0
         self.model = Backbone(arch, attend)
         if not arch.tied:
             self.lm_head = Linear(arch.hidden, arch.vocab, bias=False)
@@ -272,12 +377,19 @@ class Decoder(nn.Module):
         target_T: Tensor,
         temperature: float = 1.0,
         teacher: TeacherLogits | None = None,
+        experts_PLK: Tensor | None = None,
     ) -> TokenScores:
-        """Scores of `target_T[i]` as the token after row `rows_T[i]` of the pack."""
-        states_TH = self.states(token_ids_P, layout).index_select(0, rows_T)
-        return scores_of(
+        """Scores of `target_T[i]` as the token after row `rows_T[i]` of the pack. `experts_PLK`: of
+        a mixture, where its tokens went before."""
+        given_PLK = experts_PLK if self.replays else None
+        states_PH, counts = self._run(token_ids_P, layout, given_PLK)
+        states_TH = states_PH.index_select(0, rows_T)
+        scores = scores_of(
             states_TH, self.output(), target_T, temperature, self.chunk_tokens, teacher
         )
+        if counts:
+            scores = scores._replace(routing=routing_of(counts, layout, self.router_aux_coef))
+        return scores
 
     def output(self) -> Output:
         """What makes logits of final states."""
@@ -285,18 +397,33 @@ class Decoder(nn.Module):
 
     def states(self, token_ids_P: Tensor, layout: Layout) -> Tensor:
         """The final states (P, H) of every token of the pack."""
+        return self._run(token_ids_P, layout, None)[0]
+
+    def _run(
+        self, token_ids_P: Tensor, layout: Layout, given_PLK: Tensor | None
+    ) -> tuple[Tensor, list[Counts]]:
+        """The final states; in training passes that replay, or balance, what the routers did."""
+        with_gradient = torch.is_grad_enabled()
+        counted = with_gradient and (given_PLK is not None or self.router_aux_coef > 0)
+        places = self.arch.moe.sparse_layers if self.arch.moe is not None else ()
+        counts: list[Counts] = []
         x = F.embedding(token_ids_P, self.model.embed_tokens.weight).to(self.compute_dtype)
         if self.arch.embed_scale != 1.0:
             x = x * torch.tensor(self.arch.embed_scale, dtype=x.dtype).item()
         freqs: Tensor = self.inv_freq  # type: ignore[assignment]
         kinds = zip(freqs.unbind(), self.rope_scales, strict=True)
         turns = [rotation(layout.position_P, freq, scale) for freq, scale in kinds]
-        for layer in self.model.layers:
-            if self.checkpointing and torch.is_grad_enabled():
-                x = checkpoint(layer, x, turns, layout, use_reentrant=False)
+        for index, layer in enumerate(self.model.layers):
+            told: tuple[Any, ...] = ()
+            if index in places:
+                given = None if given_PLK is None else given_PLK[:, places.index(index)]
+                told = (given, counted)
+            if self.checkpointing and with_gradient:
+                x, of_layer = checkpoint(layer, x, turns, layout, *told, use_reentrant=False)
             else:
-                x = layer(x, turns, layout)
-        return self.model.norm(x)
+                x, of_layer = layer(x, turns, layout, *told)
+            counts += [of_layer] if of_layer is not None else []
+        return self.model.norm(x), counts
 
 
 # -- operators with gradients of their own --------------------------------------------------------

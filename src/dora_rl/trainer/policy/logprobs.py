@@ -18,6 +18,19 @@ from torch import Tensor
 _CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 29}
 
 
+class Routing(NamedTuple):
+    """What the routers of a mixture of experts did in a pack.
+
+    `balance_S` is the auxiliary loss of each document: E · Σ_e f_e · p_e, where of its tokens in
+    all sparse layers f_e is the share that went to expert e, and p_e the mean of its probability.
+    """
+
+    balance_S: Tensor
+    load_max: Tensor  # of the busiest expert over an even share, mean over layers
+    num_differing: Tensor  # of the choices that were given, those the model would not have made
+    aux_coef: float  # of the balance in the loss
+
+
 class TokenScores(NamedTuple):
     """Log-probs of the targets; entropies of the distributions they were drawn from, and their
     divergences from a teacher's, where there is one."""
@@ -25,6 +38,7 @@ class TokenScores(NamedTuple):
     logprobs_T: Tensor
     entropy_T: Tensor
     teacher_kl_T: Tensor | None = None
+    routing: Routing | None = None
 
 
 class Output(NamedTuple):

@@ -70,6 +70,8 @@ def build_decoder(
     decoder.set_frequencies(device)
     decoder.checkpointing = checkpoints_layers(options)
     decoder.chunk_tokens = options.logits_chunk_tokens
+    decoder.replays = arch.moe is not None and options.router_replay != "off"
+    decoder.router_aux_coef = options.router_aux_coef
     if choose("trainer.compile", options.compile, ("auto", "on", "off")) != "off" and (
         options.compile == "on" or device.type == "cuda"
     ):
