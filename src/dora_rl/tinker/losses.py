@@ -47,8 +47,8 @@ class Loss:
         known = dict(self.config)
         for key, value in given.items():
             if key not in known:
-                says = ", ".join(known) or "nothing"
-                raise UserError(f"loss_fn_config of {name} knows {says}, not '{key}'")
+                says = ", ".join(known) or "no keys"
+                raise UserError(f"loss_fn_config of {name} has {says}, not '{key}'")
             if isinstance(value, str) or not math.isfinite(value):
                 raise UserError(f"loss_fn_config of {name}: '{key}' must be a finite number")
             known[key] = value

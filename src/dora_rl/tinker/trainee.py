@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from dora_rl.config import TrainerConfig
+from dora_rl.model.names import ATTENTION_LAYERS
 from dora_rl.ports import WeightStore
 from dora_rl.tinker.losses import TARGETS, check_data, loss_named, side_by_side
 from dora_rl.tinker.messages import Array, Datum, TrainingPass
@@ -57,8 +58,9 @@ class AdapterShape:
     train_unembed: bool = True
 
     def layers(self) -> tuple[str, ...]:
-        attention = ("q_proj", "k_proj", "v_proj", "o_proj") * self.train_attn
-        return attention + ("gate_proj", "up_proj", "down_proj") * self.train_mlp
+        """By the names of any family, of which a base has some: fused layers or their parts."""
+        attention = (*ATTENTION_LAYERS, "qkv_proj") * self.train_attn
+        return attention + ("gate_proj", "up_proj", "gate_up_proj", "down_proj") * self.train_mlp
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,11 @@ class Base:
     def is_sparse(self) -> bool:
         arch = getattr(self.policy, "arch", None)
         return arch is not None and arch.moe is not None
+
+    def layers(self) -> set[str]:
+        """The last parts of the names of its linear layers."""
+        linear = (n for n, m in self.policy.named_modules() if isinstance(m, nn.Linear))
+        return {name.rpartition(".")[2] for name in linear}
 
     def shared(self) -> Policy:
         """The same layers as other objects around the same tensors."""
@@ -145,8 +152,9 @@ class Trainee:
 
     def __init__(self, base: Base, shape: AdapterShape) -> None:
         self.base, self.shape = base, shape
+        layers = tuple(name for name in shape.layers() if name in base.layers())
         self.options = base.options.model_copy(
-            update={"lora_rank": shape.rank, "seed": shape.seed, "lora_targets": shape.layers()}
+            update={"lora_rank": shape.rank, "seed": shape.seed, "lora_targets": layers}
         )
         self.policy = Adapted(base, shape, self.options)
         self.device = next(self.policy.parameters()).device

@@ -141,6 +141,32 @@ def test_a_bfloat16_base_learns_and_samples_what_it_learned(
     assert {t.dtype for t in (*trainee.adapters().values(), *trainee.moments().values())} == {
         torch.float32
     }
+    base_sum, own_sum = sampled_sums(tmp_path, base, trainee, dtype)
+    trained = -trainee.run(asked(IDS, forward_only=True))[1]
+    assert own_sum == pytest.approx(trained, abs=1e-3 if dtype == "float32" else 0.3)
+    assert base_sum < own_sum - 5
+
+
+@pytest.mark.parametrize("family", ["gemma3", "glm", "glm4", "olmo2", "olmo3", "phi3", "smollm3"])
+def test_every_family_learns_and_samples_what_it_learned(tmp_path: Path, family: str) -> None:
+    """Layers that a family has as one, or by other names, have adapters as well."""
+    save_model(family, tmp_path / "model")
+    base = Base(tmp_path / "model", "cpu", "float32")
+    trainee = Trainee(base, AdapterShape(4, 1))
+    for part, flag in ((".mlp.", "train_attn"), (".self_attn.", "train_mlp")):
+        alone = Trainee(base, AdapterShape(4, 1, train_unembed=False, **{flag: False}))
+        names = {name for name in trainee.adapters() if part in name}
+        assert names and alone.adapters().keys() == names
+    history(trainee, IDS, 3)
+    base_sum, own_sum = sampled_sums(tmp_path, base, trainee, "float32")
+    trained = -trainee.run(asked(IDS, forward_only=True))[1]
+    assert own_sum == pytest.approx(trained, abs=1e-3) and base_sum < own_sum
+
+
+def sampled_sums(
+    tmp_path: Path, base: Base, trainee: Trainee, dtype: Literal["float32", "bfloat16"]
+) -> tuple[float, float]:
+    """The log-prob of IDS in an engine that took both snapshots: the base's, the trainee's."""
     store, path = DiskWeightStore(tmp_path / "versions"), tmp_path / "model"
     publish_base(base, store, 0, base_checksum(path))
     trainee.publish(store, 1, base_checksum(path))
@@ -157,9 +183,7 @@ def test_a_bfloat16_base_learns_and_samples_what_it_learned(
         params = SamplingParams(tokens_max=7, forced_ids=tuple(IDS[1:]), ignore_eos=True)
         engine.submit(Request(RequestId(version, 0), version, (IDS[0],), params))
     sums = {key.group: float(t.logprobs.sum()) for key, t in finish_all(engine).items()}
-    trained = -trainee.run(asked(IDS, forward_only=True))[1]
-    assert sums[1] == pytest.approx(trained, abs=1e-3 if dtype == "float32" else 0.3)
-    assert sums[0] < sums[1] - 5
+    return sums[0], sums[1]
 
 
 def test_bfloat16_gradients_point_where_float32_ones_do(tmp_path: Path) -> None:
