@@ -202,7 +202,7 @@ def read_rope(
     if kind == "dynamic":
         raise NotSupported(
             f"{where}: rope type 'dynamic' changes old keys as a text grows, which a KV cache "
-            "cannot follow; use 'yarn', 'linear' or 'llama3'"
+            "cannot follow"
         )
     if kind not in ("default", "linear", "llama3", "yarn", "longrope"):
         raise NotSupported(
@@ -276,7 +276,7 @@ def dense_spec(
         config.get("layer_types") or ()
     )
     if "windows" not in own and asked:
-        raise NotSupported(f"{where}: sliding-window attention is not supported; set it off")
+        raise NotSupported(f"{where}: sliding-window attention is not supported in this family")
     context_max = int(config.get("max_position_embeddings") or context)
     rope = own.pop("rope", None) or read_rope(config, context_max, where, theta)
     head_dim = int(config.get("head_dim") or head_dim or hidden // num_heads)

@@ -28,7 +28,7 @@ NORMS = (
 def spec(config: Mapping[str, Any], where: str) -> ModelSpec:
     for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
         if config.get(key):
-            raise NotSupported(f"{where}: {key} is not supported; set it to null")
+            raise NotSupported(f"{where}: {key} is not supported for runs; see docs/models.md")
     if (act := config.get("hidden_activation", "gelu_pytorch_tanh")) != "gelu_pytorch_tanh":
         raise NotSupported(f"{where}: hidden_activation {act!r}; known: 'gelu_pytorch_tanh'")
     config = {"tie_word_embeddings": True, "num_key_value_heads": 4, **config}
