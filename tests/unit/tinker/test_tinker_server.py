@@ -224,7 +224,7 @@ BAD = {
         "cross_entropy",
         None,
     ),
-    "knows clip_low_threshold, clip_high_threshold, not 'beta'": (
+    "has clip_low_threshold, clip_high_threshold, not 'beta'": (
         [datum_body([2], target_tokens=[3], logprobs=[0.0], advantages=[1.0])],
         "ppo",
         {"beta": 1.0},
