@@ -44,7 +44,7 @@ from dora_rl.model.rope import inverse_frequencies
 from dora_rl.model.spec import NotSupported
 from dora_rl.types import UserError
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 64,
     "intermediate_size": 96,
