@@ -194,10 +194,9 @@ def read_rope(
     `theta`, `share`: where the file is silent. A family without `share` rotates whole heads."""
     merged = {"rope_theta": config.get("rope_theta") or theta}
     if share is not None:
-        given = config.get("partial_rotary_factor")
-        merged["partial_rotary_factor"] = share if given is None else given
-    merged |= config.get("rope_scaling") or {}
-    merged |= config.get("rope_parameters") or {}
+        given = config.get("partial_rotary_factor", share)
+        merged["partial_rotary_factor"] = 1.0 if given is None else given
+    merged |= config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = merged.get("rope_type") or merged.get("type") or "default"
     if kind == "dynamic":
         raise NotSupported(
@@ -208,15 +207,19 @@ def read_rope(
         raise NotSupported(
             f"{where}: unknown rope type {kind!r}; known: default, linear, llama3, yarn, longrope"
         )
+    if config.get("rope_theta") == 0 or not merged["rope_theta"] > 0:
+        raise UserError(f"{where}: rope_theta must be above 0")
+    original = (
+        config.get("original_max_position_embeddings")
+        or merged.get("original_max_position_embeddings")
+        or trained
+    )
+    longer = trained / original if kind == "yarn" else 1.0  # what a factor of null stands for
     rope = RopeSpec(
         theta=float(merged["rope_theta"]),
         kind=kind,
-        factor=float(merged.get("factor") or 1.0),
-        context_original=int(
-            merged.get("original_max_position_embeddings")
-            or config.get("original_max_position_embeddings")
-            or trained
-        ),
+        factor=float(merged.get("factor") or longer),
+        context_original=int(original),
         low_freq_factor=float(merged.get("low_freq_factor") or 1.0),
         high_freq_factor=float(merged.get("high_freq_factor") or 4.0),
         beta_fast=float(merged.get("beta_fast") or 32.0),
@@ -227,26 +230,28 @@ def read_rope(
         truncate=bool(merged.get("truncate", True)),
         share=1.0 if share is None else float(merged["partial_rotary_factor"]),
     )
-    return rope if kind != "longrope" else _longrope(rope, config, merged, trained, where)
+    return rope if kind != "longrope" else _longrope(rope, merged, trained, where)
 
 
-def _longrope(
-    rope: RopeSpec, config: Mapping[str, Any], merged: Mapping[str, Any], trained: int, where: str
-) -> RopeSpec:
+def _longrope(rope: RopeSpec, merged: Mapping[str, Any], trained: int, where: str) -> RopeSpec:
     """The factors of texts as long as those of the pre-training."""
     if not (short := merged.get("short_factor")):
         raise UserError(f"{where}: rope type 'longrope' without short_factor")
-    original = int(config.get("original_max_position_embeddings") or rope.context_original)
-    factor = float(merged.get("factor") or trained / original)
-    return replace(rope, factor=factor, context_original=original, short_factors=tuple(short))
+    factor = float(merged.get("factor") or trained / rope.context_original)
+    return replace(rope, factor=factor, short_factors=tuple(short))
 
 
-def rope_of_type(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
+def rope_of_type(config: Mapping[str, Any], kind: str, where: str) -> dict[str, Any]:
     """The config as layers of the type `kind` have it, where the types' rotary positions differ:
     `rope_scaling` is that of layers that see all."""
-    own = (config.get("rope_parameters") or {}).get(kind)
-    scaling = config.get("rope_scaling") if kind == "full_attention" else None
-    return {**config, "rope_parameters": own, "rope_scaling": scaling}
+    own = (config.get("rope_parameters") or {}).get(kind) or {}
+    if kind == "full_attention" and (scaling := config.get("rope_scaling")):
+        if "rope_type" not in scaling:
+            raise NotSupported(f"{where}: rope_scaling needs rope_type; others pass 'type' over")
+        own = {**own, **scaling}
+    trained = "original_max_position_embeddings"
+    first = {trained: own.get(trained) or config.get(trained)}
+    return {**config, **first, "rope_parameters": own, "rope_scaling": None}
 
 
 def dense_spec(

@@ -44,6 +44,7 @@ class Book:
         self._by_key: dict[Key, Promise] = {}
         self._fetched: dict[str, int] = {}  # bytes, oldest first
         self._num_open: dict[str, int] = {}
+        self._num_kept: dict[str, int] = {}  # bytes of answers that an owner has not fetched
         self._count = self._num_bytes = 0
 
     def known(self, key: Key, body: bytes) -> Promise | None:
@@ -63,6 +64,15 @@ class Book:
     def num_open(self, scope: str) -> int:
         """Promises of it that are not answered, or whose answer was not fetched."""
         return self._num_open.get(scope, 0)
+
+    def num_kept(self, owner: str) -> int:
+        """Bytes of answers that it has not fetched."""
+        return self._num_kept.get(owner, 0)
+
+    def answered(self, promise: Promise, answer: Answer) -> None:
+        if promise.id in self._by_id and promise.answer is None:
+            self._keep(promise, len(answer.body))
+        promise.answer = answer
 
     def find(self, request_id: str, owner: str) -> Promise | None:
         promise = self._by_id.get(request_id)
@@ -93,7 +103,16 @@ class Book:
         if not promise.is_fetched:
             self._close(promise)
 
+    def _keep(self, promise: Promise, num_bytes: int) -> None:
+        kept = self.num_kept(promise.owner) + num_bytes
+        self._num_kept[promise.owner] = kept
+        if not kept:
+            del self._num_kept[promise.owner]
+
     def _close(self, promise: Promise) -> None:
+        """Its answer was fetched, or nobody will come for it."""
+        if promise.answer is not None:
+            self._keep(promise, -len(promise.answer.body))
         scope = promise.key[0]
         self._num_open[scope] -= 1
         if not self._num_open[scope]:

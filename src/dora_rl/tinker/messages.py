@@ -21,7 +21,8 @@ from dora_rl.types import SamplingParams, UserError
 FLOAT32, INT64 = 1, 2
 NUMPY: dict[int, Any] = {FLOAT32: np.float32, INT64: np.int64}
 DATA_MAX = 4096  # data of one request
-ELEMENTS_MAX = 1 << 24  # of one tensor, sparse ones written out
+ELEMENTS_MAX = 1 << 24  # of one tensor, and of all sparse ones of a request, written out
+TENSORS_MAX = 16  # of one datum
 MASK_LOGPROB = -99999.0  # of a place that has no k-th best token
 STOP, LENGTH = 0, 1
 
@@ -74,6 +75,7 @@ def _training_pass(body: bytes) -> TrainingPass:
     old: dict[str, float | str] = {}
     new: dict[str, float | str] = {}
     data: list[Datum] = []
+    room = ELEMENTS_MAX + len(body)  # dense ones are never more than their bytes
     for one in wire.fields(body):
         if one.number == 1:
             model_id = one.text()
@@ -83,6 +85,9 @@ def _training_pass(body: bytes) -> TrainingPass:
             if len(data) >= DATA_MAX:
                 raise wire.Malformed(f"more than {DATA_MAX} data")
             data.append(_datum(one.bytes()))
+            room -= sum(tensor.size for tensor in data[-1].inputs.values())
+            if room < 0:
+                raise wire.Malformed(f"sparse tensors of more than {ELEMENTS_MAX} elements")
         elif one.number == 4:
             loss = one.text()
         elif one.number == 5:
@@ -110,6 +115,8 @@ def _datum(data: bytes) -> Datum:
             chunks.append(_chunk(one.bytes()))
         elif one.number == 2:
             key, value = wire.entry(one.bytes())
+            if len(inputs) >= TENSORS_MAX:
+                raise wire.Malformed(f"a datum with more than {TENSORS_MAX} loss_fn_inputs")
             if value is not None:
                 inputs[key] = _tensor(key, value.bytes())
     return Datum(np.concatenate(chunks) if chunks else np.empty(0, np.int32), inputs)
@@ -154,7 +161,7 @@ def _size(name: str, shape: Sequence[int]) -> int:
     size = 1
     for length in shape:
         size *= length
-        if length < 0 or size > ELEMENTS_MAX:
+        if not 0 <= length <= ELEMENTS_MAX or size > ELEMENTS_MAX:
             raise wire.Malformed(f"tensor '{name}' is too large")
     if len(shape) > 2:
         raise wire.Malformed(f"tensor '{name}' has {len(shape)} dimensions; 1 or 2 were expected")

@@ -77,12 +77,13 @@ SAMPLING = Record(
         ("top_p", Number(0, 1)),
     )
 )
+# Without an epsilon that float32 can hold, a parameter without a gradient becomes 0/0.
 ADAM_PARAMS = Record(
     (
         ("learning_rate", Number(0, 1e6)),
         ("beta1", Number(0, 1 - 1e-9)),
         ("beta2", Number(0, 1 - 1e-9)),
-        ("eps", Number(0, 1e6)),
+        ("eps", Number(1e-30, 1e6)),
         ("weight_decay", Number(0, 1e6)),
         ("grad_clip_norm", Number(-1e18, 1e18)),
     )

@@ -42,6 +42,7 @@ class Limits:
     head: bool = True  # whether the output matrix may have an adapter
     open_max: int = 1024  # requests of one client that wait, or whose answer was not fetched
     bytes_max: int = 256 << 20  # of all training requests that wait
+    answers_bytes_max: int = 512 << 20  # that an owner has not fetched
     snapshots_max: int = 16  # without a name, of one training client
     samplers_max: int = 1024  # of one session; older ones that are idle go
     sessions_max: int = 4096
@@ -153,6 +154,7 @@ class TinkerService:
         del self._sessions[session.id]
         for sampler in [one for one in self._samplers.values() if one.session == session.id]:
             self._close_sampler(sampler)
+        self.book.forget(_creations(session))
         models = [one for one in self.training.models.values() if one.session == session.id]
         for model in models:
             self.training.close(model)
@@ -183,7 +185,7 @@ class TinkerService:
         return promise.answer
 
     def _settle(self, promise: Promise, answer: Answer) -> None:
-        promise.answer = answer
+        self.book.answered(promise, answer)
         event = self._events.pop(promise.id, None)
         if event is not None:
             event.set()
@@ -211,6 +213,8 @@ class TinkerService:
             return known, False
         if is_past:
             raise bad_request(f"request {seq} of {scope} was answered, and its answer fetched")
+        if self.book.num_kept(owner) > self.limits.answers_bytes_max and not is_awaited:
+            raise ApiError(429, "too many bytes of answers wait; fetch them first")
         if self.book.num_open(scope) >= self.limits.open_max and not is_awaited:
             raise ApiError(
                 429, f"{self.limits.open_max} requests of {scope} wait; fetch their answers first"
@@ -272,7 +276,8 @@ class TinkerService:
     ) -> dict[str, Any]:
         """A model whose first request makes it, from what was saved where there is a `load`."""
         model_id = f"{session.id}:train:{number}"
-        promise, is_new = self._promised(session.owner, model_id, 0, body)
+        is_past = model_id in self.training.models
+        promise, is_new = self._promised(session.owner, _creations(session), number, body, is_past)
         if not is_new:
             return {"request_id": promise.id, "model_id": model_id}
         try:
@@ -303,7 +308,11 @@ class TinkerService:
                 self.training.close(model)
             self.states.forget_model(model_id)
 
-        self.training.add(model, 0, Job(promise, run, otherwise=otherwise))
+        def then() -> None:
+            if model_id not in self.training.models:  # its session ended meanwhile
+                self.states.forget_model(model_id)
+
+        self.training.add(model, 0, Job(promise, run, then, otherwise))
         return {"request_id": promise.id, "model_id": model_id}
 
     def info(self, owner: str, body: bytes) -> dict[str, Any]:
@@ -373,7 +382,10 @@ class TinkerService:
         known = asked.read(asked.LOAD, body)
         if "session_id" in known:
             session = self._session(known["session_id"], owner)
-            place, entry = self._saved(known["path"], owner)
+            try:
+                place, entry = self._saved(known["path"], owner)
+            except UserError as error:
+                raise ApiError(404, str(error)) from None
 
             def entry_of() -> dict[str, Any]:
                 wanted = known.get("base_model", self.limits.names[0])
@@ -384,7 +396,7 @@ class TinkerService:
         model = self._model(known.get("model_id", ""), owner)
 
         def run(trainee: Trainee) -> Answer:
-            place, _ = self.states.find(known["path"], owner)
+            place, _ = self._saved(known["path"], owner)
             adapters, moments = self.states.load(place)
             trainee.load(adapters, moments if known["optimizer"] else None)
             return json_answer(type="load_weights", path=str(place), model_id=model.id)
@@ -392,12 +404,9 @@ class TinkerService:
         return self._queued(owner, model.id, known.get("seq_id", 1), body, run)
 
     def _saved(self, path: str, owner: str) -> tuple[Place, dict[str, Any]]:
-        try:
-            place, entry = self.states.find(path, owner)
-        except UserError as error:
-            raise ApiError(404, str(error)) from None
+        place, entry = self.states.find(path, owner)
         if place.kind != "weights":
-            raise bad_request("that is a snapshot for sampling; go on from what save_state gave")
+            raise UserError("that is a snapshot for sampling; go on from what save_state gave")
         return place, entry
 
     def save_for_sampler(self, owner: str, body: bytes) -> dict[str, Any]:
@@ -405,13 +414,19 @@ class TinkerService:
         model = self._model(known["model_id"], owner)
         version = self.states.new_version()
         name, number = known.get("path"), known.get("sampling_session_seq_id")
+        if name is None and number is None:
+            raise bad_request("a snapshot needs a path or a sampling_session_seq_id")
         sampler_id = f"{model.session}:sample:{number}" if name is None else None
 
         def run(trainee: Trainee) -> Answer:
             place = name and Place(model.id, "sampler_weights", check_name(name))
             trainee.publish(self.states.store, version, self.states.base)
             if place:
-                self.states.name_snapshot(place, version, self._kept(known))
+                try:
+                    self.states.name_snapshot(place, version, self._kept(known))
+                except Exception:
+                    self.states.store.discard([version])  # it has no name
+                    raise
             return json_answer(
                 type="save_weights_for_sampler",
                 path=str(place) if place else None,
@@ -422,6 +437,9 @@ class TinkerService:
             if model.id not in self.training.models:  # its session ended meanwhile
                 if sampler_id is not None:
                     self._forget_snapshots([version])
+            elif sampler_id in self._samplers:
+                self._forget_snapshots([version])
+                raise UserError(f"there is a sampling client {number} of this session")
             elif sampler_id is not None:
                 model.snapshots.append((version, sampler_id))
                 self._open_sampler(Sampler(sampler_id, owner, model.session, version))
@@ -453,9 +471,14 @@ class TinkerService:
     ) -> dict[str, Any]:
         """A promise; what is wrong with the request is said through it, as others wait for it."""
         model = self._model(model_id, owner)
+        if seq < 1:
+            raise bad_request("the first request of a training client has number 1")
         training = self.training
         is_past, is_awaited = training.is_past(model, seq), training.is_awaited(model, seq)
-        if not is_awaited and training.num_bytes + len(body) > self.limits.bytes_max:
+        if (
+            not training.is_next(model, seq)
+            and training.num_bytes + len(body) > self.limits.bytes_max
+        ):
             raise ApiError(429, f"{self.limits.bytes_max} bytes of requests wait; come back later")
         promise, is_new = self._promised(owner, model.id, seq, body, is_past, is_awaited)
         if is_new:
@@ -479,7 +502,10 @@ class TinkerService:
             self._check_base(known.get("base_model", self.limits.names[0]))
         except UserError as error:
             raise ApiError(404, str(error)) from None
-        if sampler_id not in self._samplers:  # asked again: it is the same one
+        there = self._samplers.get(sampler_id)
+        if there is not None and (there.path != path or (path is None and there.version)):
+            raise bad_request(f"sampling client {sampler_id} has other weights")
+        if there is None:  # otherwise it was asked for again
             self._open_sampler(Sampler(sampler_id, owner, session.id, version, path))
         return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
@@ -554,6 +580,11 @@ class TinkerService:
             if promise is not None and promise.answer is None:
                 self._fail(promise, "this sampling client has ended", True)
         self.book.forget(sampler.id)
+
+
+def _creations(session: Session) -> str:
+    """The scope of its training clients' first requests."""
+    return f"{session.id}:train"
 
 
 def shape_of(entry: dict[str, Any]) -> AdapterShape:

@@ -34,7 +34,9 @@ from dora_rl.weights.store import DiskWeightStore
 Kind = Literal["weights", "sampler_weights"]
 SCHEME = "tinker://"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
-MODEL = re.compile(r"[A-Za-z0-9-]{1,64}:train:[0-9]{1,9}")
+MODEL = re.compile(
+    r"[A-Za-z0-9-]{1,64}:train:[0-9]{1,10}"
+)  # as large as a number of `requests.SEQ`
 STATE, ADAPTER, OPTIMIZER = "state.json", "adapter.safetensors", "optimizer.safetensors"
 BASE_VERSION = 0
 
@@ -102,6 +104,12 @@ class States:
     def _sweep(self) -> None:
         named = {entry["version"] for _, entry in self._snapshots()}
         self.store.discard(v for v in self.store.versions() if v not in {*named, BASE_VERSION})
+        for left in self.root.glob("models/*/weights/.*"):
+            target = left.with_name(left.stem.removeprefix("."))
+            if left.suffix == ".old" and not target.exists():
+                left.rename(target)  # it had stepped aside for one that was never whole
+            else:
+                shutil.rmtree(left)
 
     def _snapshots(self) -> Iterator[tuple[Path, dict[str, Any]]]:
         for file in sorted(self.root.glob("models/*/sampler_weights/*.json")):
@@ -198,7 +206,11 @@ class States:
     def delete(self, place: Place) -> None:
         """A snapshot that is resident goes on until its clients are done."""
         if place.kind == "weights":
-            shutil.rmtree(self._folder(place))
+            folder = self._folder(place)
+            gone = folder.with_name(f".{folder.name}.gone")  # half of it must not have its name
+            shutil.rmtree(gone, ignore_errors=True)
+            folder.rename(gone)
+            shutil.rmtree(gone)
             return
         version = self._entry(place)["version"]
         self._file(place).unlink()

@@ -103,6 +103,9 @@ class Training:
     def is_past(self, model: Model, seq: int) -> bool:
         return self._turns.is_past(model.id, seq)
 
+    def is_next(self, model: Model, seq: int) -> bool:
+        return self._turns.is_next(model.id, seq)
+
     def is_awaited(self, model: Model, seq: int) -> bool:
         return self._turns.is_awaited(model.id, seq)
 

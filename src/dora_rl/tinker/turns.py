@@ -62,8 +62,12 @@ class Turns(Generic[T]):
 
     def is_awaited(self, client: str, seq: int) -> bool:
         """Whether others of the client wait, and wait for that number."""
+        return bool(self._lines[client].waiting) and self.is_next(client, seq)
+
+    def is_next(self, client: str, seq: int) -> bool:
+        """Whether that number would be the client's first."""
         line = self._lines[client]
-        return bool(line.waiting) and seq == line.next_seq and seq not in line.waiting
+        return seq == line.next_seq and seq not in line.waiting
 
     def num_of(self, client: str) -> int:
         return len(self._lines[client].waiting)

@@ -44,7 +44,7 @@ from dora_rl.model.rope import inverse_frequencies
 from dora_rl.model.spec import NotSupported
 from dora_rl.types import UserError
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -154,6 +154,66 @@ def test_the_record_of_a_tokens_experts_is_counted_with_its_keys_and_values() ->
 def test_what_is_not_supported_is_said(change: dict[str, object], line: str) -> None:
     with pytest.raises(NotSupported, match=line):
         spec_from_config(SHAPE | {"architectures": ["LlamaForCausalLM"]} | change)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+ODD_ROPES: tuple[dict[str, Any], ...] = (
+    {"rope_scaling": YARN | {"factor": None}},
+    {"rope_scaling": YARN, "original_max_position_embeddings": 64},
+    {"rope_scaling": LINEAR, "rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
+    {"rope_scaling": LINEAR, "rope_theta": 300.0},
+    {"rope_theta": None},
+    {"partial_rotary_factor": None},
+)
+
+
+@pytest.mark.parametrize("change", ODD_ROPES, ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "smollm3", "glm4", "olmo3", "gemma3"])
+def test_odd_rotary_positions_are_those_of_transformers(
+    family: str, change: dict[str, Any], tmp_path: Path
+) -> None:
+    kind, model = CLASSES[family]
+    shape = SHAPE | SMALL_IDS | {"num_hidden_layers": LAYERS, "head_dim": 16}
+    raw = shape | {"architectures": [model.__name__], "max_position_embeddings": 512} | change
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(raw))
+    try:
+        config = kind.from_pretrained(tmp_path)
+        theirs = model(config).model.rotary_emb
+    except Exception:  # noqa: BLE001 - what transformers does not take
+        return
+    spec = spec_from_config(raw)
+    for i in range(LAYERS):
+        prefix = f"{(getattr(config, 'layer_types', None) or [''] * LAYERS)[i]}_"
+        prefix = prefix if hasattr(theirs, f"{prefix}inv_freq") else ""
+        if (rope := spec.rope_of(i)).kind != "none":
+            freq, factor = inverse_frequencies(rope, spec.head_dim)
+            assert torch.allclose(freq, getattr(theirs, f"{prefix}inv_freq"), rtol=1e-6)
+            assert factor == pytest.approx(getattr(theirs, f"{prefix}attention_scaling"))
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"rope_theta": 0}, "rope_theta must be above 0"),
+        ({"rope_theta": "nan"}, "value that cannot be"),
+        ({"rms_norm_eps": None}, "value that cannot be"),
+        ({"num_hidden_layers": "many"}, "value that cannot be"),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 0}, "cannot be"),
+        ({"architectures": [GEMMA], "sliding_window_pattern": None}, "value that cannot be"),
+        ({"architectures": [GEMMA], "final_logit_softcapping": 0.0}, "final_logit_softcapping"),
+        ({"architectures": [GEMMA], "rope_scaling": {"type": "linear"}}, "needs rope_type"),
+        (
+            {"architectures": ["SmolLM3ForCausalLM"], "layer_types": ["sliding_attention"] * 2},
+            "which is off",
+        ),
+    ],
+)
+def test_values_that_cannot_be_are_refused_in_a_line(change: dict[str, Any], line: str) -> None:
+    with pytest.raises(UserError, match=line) as info:
+        spec_from_config(SHAPE | {"architectures": ["LlamaForCausalLM"]} | change)
+    assert "\n" not in str(info.value)
 
 
 def test_files_that_do_not_fit_the_index_are_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from dora_rl.model.spec import ModelSpec, NotSupported
+from dora_rl.types import UserError
 
 FAMILIES = (
     "dora_rl.model.families.gemma3",
@@ -30,7 +31,10 @@ def spec_from_config(config: Mapping[str, Any], where: str = "config.json") -> M
     names = config.get("architectures") or []
     for name in names:
         if name in known:
-            return known[name](config, where)
+            try:
+                return known[name](config, where)
+            except (TypeError, ValueError, ArithmeticError) as error:
+                raise UserError(f"{where} has a value that cannot be: {error}") from None
     raise NotSupported(
         f"{where}: architecture {', '.join(names) or 'missing'}; "
         f"the engine knows {', '.join(sorted(known))}"

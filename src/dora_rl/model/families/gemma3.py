@@ -27,7 +27,7 @@ NORMS = (
 
 def spec(config: Mapping[str, Any], where: str) -> ModelSpec:
     for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
-        if config.get(key):
+        if (value := config.get(key)) is not None and value is not False:  # a cap of 0 is one
             raise NotSupported(f"{where}: {key} is not supported for runs; see docs/models.md")
     if (act := config.get("hidden_activation", "gelu_pytorch_tanh")) != "gelu_pytorch_tanh":
         raise NotSupported(f"{where}: hidden_activation {act!r}; known: 'gelu_pytorch_tanh'")
@@ -37,8 +37,8 @@ def spec(config: Mapping[str, Any], where: str) -> ModelSpec:
     windows = read_windows(config, usual, config.get("sliding_window", 4096), where)
     context = int(config.get("max_position_embeddings") or 131_072)
     local = {**config, "rope_theta": config.get("rope_local_base_freq")}
-    whole = read_rope(rope_of_type(config, "full_attention"), context, where, 1_000_000.0)
-    near = read_rope(rope_of_type(local, "sliding_attention"), context, where, 10_000.0)
+    whole = read_rope(rope_of_type(config, "full_attention", where), context, where, 1_000_000.0)
+    near = read_rope(rope_of_type(local, "sliding_attention", where), context, where, 10_000.0)
     bias = bool(config.get("attention_bias", False))
     return dense_spec(
         config,

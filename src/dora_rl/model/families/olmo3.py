@@ -17,10 +17,10 @@ def spec(config: Mapping[str, Any], where: str) -> ModelSpec:
     layers = range(int(config.get("num_hidden_layers", 0)))
     usual = ["sliding_attention" if (i + 1) % 4 else "full_attention" for i in layers]
     windows = read_windows(config, usual, config.get("sliding_window", 4096), where)
-    whole = rope_of_type(config, "full_attention")
+    whole = rope_of_type(config, "full_attention", where)
     made = olmo2.spec({**whole, "layer_types": None}, where)
     # As transformers has it: rope_theta of older files is that of the layers that see all.
-    local = {**rope_of_type(config, "sliding_attention"), "rope_theta": None}
+    local = {**rope_of_type(config, "sliding_attention", where), "rope_theta": None}
     near, far = (read_rope(c, made.context_max, where, 500_000.0) for c in (local, whole))
     ropes = tuple(near if window else far for window in windows)
     return replace(made, family="olmo3", rope=far, ropes=ropes, windows=windows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dora_rl.model.spec import NO_ROPE, ModelSpec, dense_spec, read_rope, read_windows
+from dora_rl.model.spec import NO_ROPE, ModelSpec, NotSupported, dense_spec, read_rope, read_windows
 from dora_rl.types import UserError
 
 ARCHITECTURES = ("SmolLM3ForCausalLM",)
@@ -22,8 +22,8 @@ def spec(config: Mapping[str, Any], where: str) -> ModelSpec:
     rope = read_rope(config, context, where, theta=2_000_000.0)
     window = config.get("sliding_window") if config.get("use_sliding_window") else None
     usual = ["full_attention" if not window or turned[i] else "sliding_attention" for i in layers]
-    if not window:
-        config = {**config, "layer_types": None}
+    if not window and "sliding_attention" in (config.get("layer_types") or ()):
+        raise NotSupported(f"{where}: layer_types has sliding_attention, which is off")
     return dense_spec(
         config,
         "smollm3",

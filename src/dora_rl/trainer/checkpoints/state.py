@@ -257,14 +257,15 @@ def write_atomically(target: Path, fill: Callable[[Path], None]) -> None:
         for name in files:
             flush(Path(folder) / name)
         flush(Path(folder))
+    # rename cannot replace a full directory; the old one steps aside first.
+    aside = target.with_name(f".{target.name}.old")
     if target.exists():
-        # rename cannot replace a full directory; the old one steps aside first.
-        aside = target.with_name(f".{target.name}.old")
+        if aside.exists():  # of a process that was killed in the middle
+            shutil.rmtree(aside)
         target.rename(aside)
-        temporary.rename(target)
+    temporary.rename(target)
+    if aside.exists():
         shutil.rmtree(aside)
-    else:
-        temporary.rename(target)
     flush(target.parent)
 
 
