@@ -227,13 +227,16 @@ class Engine(RequestBook):
         running, texts = self.scheduler.running, guessing.texts
         for seq in [seq for seq in running.values() if seq.id not in texts]:
             texts.open(seq.id, seq.request.prompt_ids, seq.tokens)
+        guessing.look(running)
+        if not guessing.is_awake and not any(plan.guess_rows for plan, _ in self._in_flight):
+            return self.scheduler.plan(self.runner.burst)
         most = most_of(running.values(), together=self.options.lora_rank > 0)
         rows, steps = guessing.way(*most, queued=bool(self.scheduler.waiting))
         if any(bool(plan.guess_rows) != bool(rows) for plan, _ in self._in_flight):
             self.drain()
         plan = None
         if rows and running:
-            pending = len(self._in_flight)
+            pending = [plan.repeat for plan, _ in self._in_flight]
             plan = self.scheduler.plan_guesses(steps, GUESSES_MAX + 1, pending)
         if plan is None:
             if any(plan.guess_rows for plan, _ in self._in_flight):

@@ -11,8 +11,10 @@ the time that the device takes for a step.
     using      the best, if it is better by `GAIN_MIN`; now and then the others are looked at again
     asleep     no guesses: each look in vain doubles the time until the next one
 
-So text that cannot be guessed costs a few steps out of hundreds, and fewer the longer it goes on.
-A look ends at once where nothing is guessed right.
+A look breaks the order of things: what is in flight is read first, and the device is told all
+texts. So before the first one the host has a look of its own, at the newest tokens of one request
+after the other: would other texts have foretold them? Where hardly any, the device does what it
+does without guesses, and nothing is measured. A look ends at once where nothing is guessed right.
 
 Pure. Decides by time, so two runs may guess differently; what they generate is the same (see
 `Engine`).
@@ -21,12 +23,13 @@ Pure. Decides by time, so two runs may guess differently; what they generate is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from dora_rl.engine.texts import Texts
-from dora_rl.types import Version
+from dora_rl.types import RequestId, Version
 
 GUESSES_MAX = 8  # of a request in a step
 PAST_MAX = 8  # tokens that are compared to find a place like the present one
@@ -47,6 +50,9 @@ GAIN_QUEUED = 1.1  # where others wait for a place, which is found free a burst 
 HOPE = 0.9  # of the worth without guesses, or of the best way's: more rows are tried
 NOTHING = 0.03  # tokens more in a step: less is nothing
 RATE = 0.25  # of exponential averages
+HINT_EVERY, HINT_TOKENS = 32, 32  # steps between two looks of the host; tokens of a request
+HINTS_MIN = 2  # before anything is decided
+PROMISE = 0.08  # of tokens that are foretold: with fewer the device need not look
 
 
 class Way(NamedTuple):
@@ -102,7 +108,8 @@ class Guessing:
         self._books: dict[Size, _Book] = {}
         self._size: Size = (0, 0)
         self._way, self._left = Way(0, 1), 0
-        self._step = 0
+        self._step = self._next_hint = 0
+        self._num_hints, self._promise = 0, 0.0
 
     def counts(self) -> dict[Version, tuple[int, int]]:
         """Drafted and accepted tokens of each version."""
@@ -117,12 +124,34 @@ class Guessing:
             if arm.num_timed
         ]
 
+    # -------------------------------------------------------- a look of the host
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether there is anything to guess, as far as the host has seen."""
+        return bool(self.fixed) or (self._num_hints >= HINTS_MIN and self._promise >= PROMISE)
+
+    def look(self, requests: Collection[RequestId]) -> None:
+        """Now and then, at one of those that run: how many of its newest tokens were foretold."""
+        if self.fixed or not requests or self._step < self._next_hint:
+            return
+        index = self._step // HINT_EVERY % len(requests)
+        request = next(islice(requests, index, None))
+        self.hint(*self.texts.foretold(request, HINT_TOKENS))
+        self._next_hint = self._step + HINT_EVERY
+
+    def hint(self, tried: int, right: int) -> None:
+        """Of so many tokens so many were foretold."""
+        if tried:
+            self._num_hints += 1
+            self._promise += (right / tried - self._promise) * max(RATE, 1 / self._num_hints)
+
     # --------------------------------------------------------------- the choice
 
     def way(self, num_versions: int, count: int, queued: bool = False) -> Way:
         """For the next step or burst, of at most `count` requests of a version; `queued`: others
         wait for a place."""
-        if not count:
+        if not count or not self.is_awake:
             return Way(0, 1)
         if self.fixed:
             rows = min(max(ROWS_STEP, _rounded(int(count * self.fixed))), 2 * ROWS_MAX)

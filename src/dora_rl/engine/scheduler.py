@@ -283,14 +283,14 @@ class Scheduler:
             plan.spans.append(Span(seq, start, 1, start, 1, True))
         return plan
 
-    def plan_guesses(self, steps: int, each: int, num_pending: int) -> Plan | None:
+    def plan_guesses(self, steps: int, each: int, pending: list[int]) -> Plan | None:
         """A burst in which every request that runs may go on by as many as `each` tokens a step, as
-        far as there are blocks; `num_pending` such bursts are not read yet. None where something
-        else is to be done. Blocks are taken, but no token is booked: who reads them does."""
+        far as there are blocks; such bursts of `pending` steps are not read yet. None where
+        something else is to be done. Blocks are taken, but no token is booked: who reads them does."""
         if self.spilled or self.pool.to_scrub or (self.waiting and self.free_slots):
             return None
-        bursts = num_pending + 1
-        for reach in (bursts * steps * each, bursts * (steps + each)):
+        all_steps = steps + sum(pending)
+        for reach in (all_steps * each, all_steps + (len(pending) + 1) * each):
             ends = [self._guessed_end(seq, reach) for seq in self.running.values()]
             if None in ends:
                 return None
@@ -299,7 +299,7 @@ class Scheduler:
                 max(0, -(-end // self.block_tokens) - len(seq.blocks)) for seq, end in pairs
             )
             if num_blocks <= self.pool.num_available:
-                return self._plan_guesses(pairs, steps, num_pending)
+                return self._plan_guesses(pairs, steps, sum(pending))
         return None
 
     def _guessed_end(self, seq: Sequence, reach: int) -> int | None:
@@ -316,12 +316,12 @@ class Scheduler:
         return min(start + reach, last, self.positions_max)
 
     def _plan_guesses(
-        self, pairs: list[tuple[Sequence, int]], steps: int, num_pending: int
+        self, pairs: list[tuple[Sequence, int]], steps: int, pending_steps: int
     ) -> Plan:
         plan = Plan(repeat=steps)
         for seq, end in pairs:
             start = seq.num_computed
-            if start + num_pending * steps >= seq.num_prompt + seq.response_max - 1:
+            if start + pending_steps >= seq.num_prompt + seq.response_max - 1:
                 continue  # its last token is in flight
             if end > len(seq.blocks) * self.block_tokens:
                 grown = self._grow(plan, seq, end)

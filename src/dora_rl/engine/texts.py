@@ -20,11 +20,12 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 
 from dora_rl.types import RequestId
 
 LISTED = 16  # rows in which a request looks, its own among them
+HEARD = 3  # other texts that the host looks in
 
 
 @dataclass(slots=True, eq=False)
@@ -107,6 +108,26 @@ class Texts:
         others = islice((text.row for text in every if text is not own), LISTED - 1)
         return [own.row, *others]
 
+    def foretold(self, request: RequestId, newest: int) -> tuple[int, int]:
+        """Of its newest response tokens, at most so many: how many there are, and how many of them
+        followed the same two tokens before, in it or in a few others of its prompt."""
+        if (prompt := self._prompt_of.get(request)) is None:
+            return 0, 0
+        group = self._prompts[prompt]
+        own = group.live[request].tokens
+        first = max(len(prompt), len(own) - newest, 2)
+        follow: dict[tuple[int, int], int] = {}
+        every = chain(group.live.values(), reversed(group.ended))
+        for text in islice((text for text in every if text.tokens is not own), HEARD):
+            _note_pairs(follow, text.tokens[max(0, len(prompt) - 2) :])
+        _note_pairs(follow, own[:first])
+        right = 0
+        for index in range(first, len(own)):
+            pair = own[index - 2], own[index - 1]
+            right += follow.get(pair) == own[index]
+            follow[pair] = own[index]
+        return max(0, len(own) - first), right
+
     def settle(self, request: RequestId) -> None:
         """It has what it has: what the device went on with behind that counts as unknown."""
         if (text := self.text(request)) is not None:
@@ -149,3 +170,8 @@ class Texts:
     def _give_back(self, text: Text) -> None:
         self._unsent.pop(text.row, None)
         self._free.append(text.row)
+
+
+def _note_pairs(follow: dict[tuple[int, int], int], tokens: Sequence[int]) -> None:
+    """What follows each two tokens, the last time that they stand there."""
+    follow.update(zip(pairwise(tokens), tokens[2:], strict=False))

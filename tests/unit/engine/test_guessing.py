@@ -12,6 +12,8 @@ from dora_rl.engine.guessing import (
     CHANCES,
     CHOICES,
     GUESSES_MAX,
+    HINT_EVERY,
+    HINTS_MIN,
     LOOK_STEPS,
     PAST_MAX,
     QUEUED_STEPS,
@@ -29,6 +31,14 @@ Gain = Callable[[int, int], float]  # tokens of a request in a step, by requests
 def flat(rows: int) -> float:
     """All weights are read for up to 64 rows; beyond, rows take time."""
     return 1.0 + 0.002 * min(rows, 64) + 0.02 * max(0, rows - 64)
+
+
+def promising() -> Guessing:
+    """The host has seen text that was foretold."""
+    guessing = Guessing(Texts(1))
+    for _ in range(HINTS_MIN):
+        guessing.hint(32, 16)
+    return guessing
 
 
 def decode(
@@ -65,7 +75,7 @@ def nothing(_count: int, _rows: int) -> float:
 
 @pytest.mark.parametrize("count", [1, 8, 32])
 def test_guesses_are_used_where_they_pay(count: int) -> None:
-    made, took, num_guessed = decode(Guessing(Texts(1)), count, 4000, flat, good)
+    made, took, num_guessed = decode(promising(), count, 4000, flat, good)
     assert num_guessed > 3600
     assert made / took > 1.45 * count / flat(count)
 
@@ -73,35 +83,76 @@ def test_guesses_are_used_where_they_pay(count: int) -> None:
 @pytest.mark.parametrize("count", [1, 3, 8, 32, 128])
 @pytest.mark.parametrize("gain", [nothing, lambda _c, _r: 1.02])
 def test_text_that_cannot_be_guessed_costs_next_to_nothing(count: int, gain: Gain) -> None:
-    guessing = Guessing(Texts(1))
+    guessing = promising()
     made, took, num_guessed = decode(guessing, count, 600, flat, gain)
     assert made / took > 0.98 * count / flat(count)
     assert num_guessed <= 48  # and fewer later on:
     assert decode(guessing, count, 8000, flat, gain)[2] <= 60
 
 
+def test_nothing_is_looked_for_where_nothing_is_foretold() -> None:
+    """What is decoded without guesses is decoded as without a device that could guess."""
+    guessing = Guessing(Texts(1))
+    assert decode(guessing, 8, 600, flat, good)[2] == 0 and not guessing.is_awake
+    for _ in range(20):
+        guessing.hint(32, 1)
+    assert decode(guessing, 8, 600, flat, good)[2] == 0 and not guessing.is_awake
+    for _ in range(10):
+        guessing.hint(32, 12)
+    assert guessing.is_awake and decode(guessing, 8, 2000, flat, good)[2] > 1500
+    guessing.hint(0, 0)
+    assert guessing.is_awake, "who has said nothing says nothing"
+
+
+def test_the_host_looks_at_one_request_after_the_other() -> None:
+    """Of its own text, and of others of its prompt."""
+    draw, guessing = random.Random(1), Guessing(Texts(8))
+    texts, prompt = guessing.texts, (1, 2, 3)
+    said = [draw.randrange(1000) for _ in range(60)]
+    other = [draw.randrange(1000) for _ in range(60)]
+    texts.open(RequestId(0, 0), prompt, [*prompt, *said])
+    texts.open(RequestId(1, 0), (4,), [4, *other])
+    assert texts.foretold(RequestId(0, 0), 20) == (20, 0)
+    assert texts.foretold(RequestId(0, 0), 90) == (60, 0)
+    assert texts.foretold(RequestId(5, 0), 20) == (0, 0)
+    texts.open(RequestId(0, 1), prompt, [*prompt, *other[:5], *said[20:30]])
+    assert texts.foretold(RequestId(0, 1), 8) == (8, 8)
+    texts.close(RequestId(0, 0))
+    assert texts.foretold(RequestId(0, 1), 8) == (8, 8), "what has ended is remembered"
+    texts.open(RequestId(2, 0), (9,), [9, *(other[:6] * 3)])
+    assert texts.foretold(RequestId(2, 0), 12) == (12, 10)
+    texts.open(RequestId(3, 0), (1, 2), [1, 2])
+    assert texts.foretold(RequestId(3, 0), 12) == (0, 0)
+    requests = [RequestId(2, 0), RequestId(3, 0)]
+    for _ in range(6 * HINT_EVERY):
+        guessing.look(requests)
+        guessing.end(1)
+    assert guessing.is_awake
+    guessing.look([])
+
+
 def test_a_full_device_has_no_row_to_spare() -> None:
     """Every row costs as much as the first."""
-    made, took, num_guessed = decode(Guessing(Texts(1)), 32, 4000, lambda rows: rows, good)
+    made, took, num_guessed = decode(promising(), 32, 4000, lambda rows: rows, good)
     assert made / took > 0.97 and num_guessed < 400
     assert not rows_for(256) and not rows_for(300)
 
 
 def test_it_wakes_when_text_repeats_itself() -> None:
-    guessing = Guessing(Texts(1))
+    guessing = promising()
     decode(guessing, 8, 700, flat, nothing)
     assert decode(guessing, 8, 3000, flat, good)[2] > 1500
 
 
 def test_it_stops_when_text_is_new_again() -> None:
-    guessing = Guessing(Texts(1))
+    guessing = promising()
     assert decode(guessing, 8, 2000, flat, good)[2] > 1500
     assert decode(guessing, 8, 4000, flat, nothing)[2] < 900
 
 
 def test_a_smaller_batch_is_another_matter() -> None:
     """What a full device cannot spare, the tail has."""
-    guessing = Guessing(Texts(1))
+    guessing = promising()
 
     def cost(rows: int) -> float:
         return 1.0 if rows <= 64 else rows / 32
@@ -114,8 +165,8 @@ def test_where_others_wait_bursts_are_short_and_must_gain_more() -> None:
     def little(_count: int, rows: int) -> float:
         return 1.08 * flat(rows) / flat(8)
 
-    assert decode(Guessing(Texts(1)), 8, 2000, flat, little)[2] > 1000
-    assert decode(Guessing(Texts(1)), 8, 2000, flat, little, queued=True)[2] < 300
+    assert decode(promising(), 8, 2000, flat, little)[2] > 1000
+    assert decode(promising(), 8, 2000, flat, little, queued=True)[2] < 300
     fixed = Guessing(Texts(1), fixed=4.0)
     assert fixed.way(1, 8).steps == STEPS > LOOK_STEPS
     assert fixed.way(1, 8, queued=True) == (32, QUEUED_STEPS)
@@ -123,13 +174,13 @@ def test_where_others_wait_bursts_are_short_and_must_gain_more() -> None:
 
 
 def test_a_batch_that_changes_its_size_all_the_time_is_looked_at_too() -> None:
-    guessing = Guessing(Texts(1))
+    guessing = promising()
     num_guessed = sum(decode(guessing, count, 8, flat, good)[2] for count in (30, 40) * 300)
     assert num_guessed > 4000
 
 
 def test_a_capture_is_no_time_of_a_step() -> None:
-    guessing = Guessing(Texts(1))
+    guessing = promising()
     for seconds in (50.0, 1.0, 1.0, 40.0):
         guessing.time(1, 8, 16, seconds)
     ((_, _, _, milliseconds, _),) = guessing.profile()
@@ -137,7 +188,7 @@ def test_a_capture_is_no_time_of_a_step() -> None:
 
 
 def test_longer_pasts_have_more_guesses_and_what_fails_has_fewer() -> None:
-    guessing = Guessing(Texts(1))
+    guessing = promising()
     before = guessing.lengths()
     assert len(before) == CHOICES and all(
         len(row) == PAST_MAX + 1 == len(CHANCES) for row in before

@@ -41,6 +41,18 @@ class Launched(Generic[T]):
         return range(start, start + count)
 
 
+class Captures:
+    """Where graphs are captured: a stream and a pool of memory. Kinds of passes may share them that
+    leave what they give in memory of their own."""
+
+    def __init__(self, device: str, enabled: bool) -> None:
+        # One of its own for good, made at the start: streams made later come from a small pool, and
+        # one that a thread loads on must not be the one that is captured.
+        self.stream = torch.cuda.Stream(device) if enabled else None
+        self.pool = None
+        self.is_full = False  # there was no memory for another graph
+
+
 class DecodeGraphs(Generic[T]):
     """Runs a decode pass of any mix of versions through the right graph."""
 
@@ -51,17 +63,14 @@ class DecodeGraphs(Generic[T]):
         block_tokens: int,
         device: str,
         enabled: bool,
+        captures: Captures | None = None,
     ) -> None:
         self._pass, self._rows_max, self._block_tokens = decode, rows_max, block_tokens
         self._device, self._enabled = device, enabled
         self._buckets = Buckets()
-        # One of its own for good: streams made later come from a small pool, and one that a thread
-        # loads on must not be the one that is captured.
-        self._stream = torch.cuda.Stream(device) if enabled else None
+        self._where = captures or Captures(device, enabled)
         self._captured: dict[Bucket, tuple[torch.cuda.CUDAGraph, Launched[T]]] = {}
         self._listed: dict[Bucket, list[int]] = {}
-        self._pool = None
-        self._is_full = False  # there was no memory for another graph
 
     def run(
         self,
@@ -102,12 +111,12 @@ class DecodeGraphs(Generic[T]):
     def _with_graph(self, chosen: Bucket, needed: Bucket, state: DeviceSlots) -> Bucket:
         """A bucket that has a graph. Where memory is short none is captured any more: the cheapest
         one that is there serves, or the pass runs without."""
-        if not self._is_full:
+        if not self._where.is_full:
             try:
                 self.capture(chosen, state)
                 return chosen
             except torch.OutOfMemoryError:
-                self._is_full = True
+                self._where.is_full = True
         larger = (bucket for bucket in self._captured if covers(bucket, needed))
         return min(larger, key=cost, default=needed)
 
@@ -129,18 +138,19 @@ class DecodeGraphs(Generic[T]):
         """Two eager runs on padding rows compile the kernels; the third is recorded."""
         count = key.num_versions * key.per_version
         slots = torch.full((count,), state.num_slots, dtype=torch.int64, device=self._device)
-        assert self._stream is not None
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        stream = self._where.stream
+        assert stream is not None
+        state.lose_count()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             for _ in range(2):
                 self._pass(key, slots)
-        state.lose_count()
-        torch.cuda.current_stream().wait_stream(self._stream)
+        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Not `torch.cuda.graph`, which first waits for the device and frees all cached memory, the
         # pinned too. Meanwhile a thread may be loading a version.
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=self._where.pool, capture_error_mode="thread_local")
             try:
                 result = self._pass(key, slots)
             except BaseException:
@@ -148,7 +158,7 @@ class DecodeGraphs(Generic[T]):
                     graph.capture_end()
                 raise
             graph.capture_end()
-        self._pool = self._pool or graph.pool()
+        self._where.pool = self._where.pool or graph.pool()
         # A full collection that walks every imported module stalls the decode loop for longer than
         # a step; what is here now stays until the process ends.
         gc.collect()

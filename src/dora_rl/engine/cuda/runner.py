@@ -28,7 +28,7 @@ from torch import Tensor
 
 from dora_rl.engine.cuda.buckets import Bucket, Bursts, first_buckets
 from dora_rl.engine.cuda.decoder import CudaDecoder, Rows
-from dora_rl.engine.cuda.graphs import DecodeGraphs
+from dora_rl.engine.cuda.graphs import Captures, DecodeGraphs
 from dora_rl.engine.cuda.guesser import Flown, Guesser, Moment, Timed, places_for
 from dora_rl.engine.cuda.kernels.attention import attend_prefill
 from dora_rl.engine.cuda.kernels.rows import draw, enter
@@ -90,6 +90,7 @@ class CudaRunner(Runner):
         self._guesser: Guesser | None = None
         self._guessing: dict[int, DecodeGraphs[tuple[Tensor, Tensor]]] = {}  # by rows of a version
         self._graphs_of = where
+        self._captures = Captures(options.device, graphs and guesses)
         if guesses:
             self._guesser = Guesser(self.slots, self.context, options.device)
             self.guessing = self._guesser.guessing
@@ -120,14 +121,21 @@ class CudaRunner(Runner):
                 return  # what is needed is captured when it is needed
             yield
 
-    @torch.inference_mode()
     def launch(self, plan: Plan, slots: Mapping[Version, int]) -> Flight:
+        try:
+            return self._launch(plan, slots)
+        except BaseException:
+            self.slots.lose_count()  # some of its passes may have run, others not
+            raise
+
+    @torch.inference_mode()
+    def _launch(self, plan: Plan, slots: Mapping[Version, int]) -> Flight:
         if not plan.guess_rows:
             self._choose_burst()
         self.slots.turn()
         self.cache.perform(plan)
         flight = Flight()
-        if self.guessing is not None and plan.is_decode():
+        if self.guessing is not None and self.guessing.is_awake and plan.is_decode():
             most = most_of((span.seq for span in plan.spans), together=self.lora)
             flight.timed = Timed(most, plan.guess_rows, plan.repeat, Moment(self.on_gpu))
         self.slots.update(plan.spans, slots if self.lora else None)
@@ -321,7 +329,7 @@ class CudaRunner(Runner):
         assert num_rows >= max(map(len, groups.values())), "a row for each request at least"
         if num_rows not in self._guessing:
             decode = partial(self._guessing_pass, num_rows)
-            self._guessing[num_rows] = DecodeGraphs(decode, *self._graphs_of)
+            self._guessing[num_rows] = DecodeGraphs(decode, *self._graphs_of, self._captures)
         launched = self._guessing[num_rows].run(groups, self.slots, plan.repeat, reach)
         every = [span for spans in groups.values() for span in spans]
         places = [row for v, spans in groups.items() for row in launched.rows_of(v, len(spans))]
