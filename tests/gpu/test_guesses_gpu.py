@@ -408,19 +408,24 @@ def test_the_distribution_is_the_same_in_bfloat16(tmp_path: Path) -> None:
     with a probability of 0.97; where there is none, one of the eight fails once in 1,200 runs, and
     the seeds are fixed."""
     save_model("qwen3", tmp_path, 0)
-    params, count = SamplingParams(tokens_max=8, temperature=0.4, ignore_eos=True), 8192
+    params, count = SamplingParams(tokens_max=8, temperature=0.25, ignore_eos=True), 8192
 
     def drawn(seed: int, fixed: float) -> tuple[np.ndarray[Any, Any], Engine]:
+        """So many at a time as there is room for: while one waits for a place that is free, nothing
+        is guessed, and of so short responses one ends in every step."""
         engine = make(tmp_path, fixed, dtype="bfloat16", seqs_max=128)
-        for sample in range(count):
-            engine.submit(Request(RequestId(0, sample), 0, PROMPTS[1], params, seed=seed))
-        done = finish_all(engine)
-        return np.stack([trajectory.token_ids for trajectory in done.values()]), engine
+        found: list[Any] = []
+        for first in range(0, count, 128):
+            for sample in range(first, first + 128):
+                engine.submit(Request(RequestId(0, sample), 0, PROMPTS[1], params, seed=seed))
+            found += [trajectory.token_ids for trajectory in finish_all(engine).values()]
+        return np.stack(found), engine
 
     plain, _ = drawn(1, 0.0)
     guessed, engine = drawn(2, 3.0)
     number, accepted = engine.stats().drafts[0]
-    assert number > accepted > count // 50, (number, accepted)
+    # On a CPU four of five places have a guess that a text of its prompt gives, and 0.3 are right.
+    assert number > accepted > count // 2, (number, accepted)
     for one, other in zip(plain.T % 16, guessed.T % 16, strict=True):
         a, b = np.bincount(one, minlength=16), np.bincount(other, minlength=16)
         there = a + b > 0

@@ -38,7 +38,8 @@ CHANCES = (0.0, 0.2, 0.35, 0.5, 0.6, 0.68, 0.74, 0.78, 0.85)  # by common past, 
 CHANCE_LEAST, CHANCE_MOST = 0.05, 0.97
 PRIOR = 50.0  # guesses that the first chances weigh as
 FORGET = 0.98  # of what older bursts say about the chances, by each new one
-ROWS_MAX = 256  # of a version: beyond, the device has no row to spare
+# Of a version: few sizes, for each is captured and timed apart. Beyond, no row is to spare.
+ROWS = (16, 32, 48, 64, 96, 128, 192, 256)
 ROWS_STEP = 16
 SHARES = (1.5, 2.0, 4.0)  # rows for each request
 STEPS, LOOK_STEPS, QUEUED_STEPS = 8, 4, 2  # of a burst; in a look; where others wait for a place
@@ -154,7 +155,7 @@ class Guessing:
         if not count or not self.is_awake:
             return Way(0, 1)
         if self.fixed:
-            rows = min(max(ROWS_STEP, _rounded(int(count * self.fixed))), 2 * ROWS_MAX)
+            rows = min(max(ROWS_STEP, _rounded(int(count * self.fixed))), 2 * ROWS[-1])
             return Way(rows if rows > count else 0, QUEUED_STEPS if queued else STEPS)
         size = (num_versions, _rounded(count))
         if size != self._size or self._left <= 0:
@@ -255,8 +256,8 @@ class Guessing:
 
 def rows_for(count: int) -> list[int]:
     """Rows of a version that are tried for so many requests, fewest first."""
-    rows = {max(ROWS_STEP, _rounded(int(count * share))) for share in SHARES}
-    return sorted(n for n in rows if count < n <= max(ROWS_MAX, 0))
+    rows = {next((n for n in ROWS if n >= int(count * share)), 0) for share in SHARES}
+    return sorted(n for n in rows if n > count)
 
 
 def _rounded(count: int) -> int:

@@ -21,6 +21,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -80,10 +81,17 @@ def beside(memory: Tensor) -> Iterator[None]:
     if not memory.is_cuda:
         yield
         return
-    stream = torch.cuda.Stream(memory.device)
+    stream = _stream_of(memory.device)
     with torch.cuda.stream(stream):
         yield
         stream.synchronize()
+
+
+@lru_cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    """One for good: the 33rd stream that a process makes is its first one again, on which an engine
+    may capture a graph at this moment."""
+    return torch.cuda.Stream(device)
 
 
 class Shelf:
