@@ -133,7 +133,7 @@ def test_every_story_ends_as_it_must(path: Path, fixed: float, options: dict[str
         story.turn()
     story.finish()
     assert story.num_ended > 30
-    assert fixed == 0 or story.runner.num_right > 100 and story.runner.rows_most > 5
+    assert fixed == 0 or (story.runner.num_right > 100 and story.runner.rows_most > 5)
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -1,4 +1,4 @@
-"""A runner of a GPU without a GPU: what the host does is real (slots, tables, texts, guesses, plans),
+"""A runner of a GPU without a GPU: what the host does is real (slots, tables, texts, plans), and
 what kernels do is a few lines of Python that look at every address.
 
 A token's key and value are a digest of all tokens before it under its version. A row checks that

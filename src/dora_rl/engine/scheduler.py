@@ -286,7 +286,8 @@ class Scheduler:
     def plan_guesses(self, steps: int, each: int, pending: list[int]) -> Plan | None:
         """A burst in which every request that runs may go on by as many as `each` tokens a step, as
         far as there are blocks; such bursts of `pending` steps are not read yet. None where
-        something else is to be done. Blocks are taken, but no token is booked: who reads them does."""
+        something else is to be done. Blocks are taken, but no token is booked: who reads them
+        does."""
         if self.spilled or self.pool.to_scrub or (self.waiting and self.free_slots):
             return None
         all_steps = steps + sum(pending)
