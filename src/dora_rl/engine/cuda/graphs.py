@@ -12,7 +12,7 @@ import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class Captures:
         # One of its own for good, made at the start: streams made later come from a small pool, and
         # one that a thread loads on must not be the one that is captured.
         self.stream = torch.cuda.Stream(device) if enabled else None
-        self.pool = None
+        self.pool: Any = None  # its number, once there is one
         self.is_full = False  # there was no memory for another graph
 
 
