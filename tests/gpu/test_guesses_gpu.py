@@ -408,7 +408,7 @@ def test_the_distribution_is_the_same_in_bfloat16(tmp_path: Path) -> None:
     with a probability of 0.97; where there is none, one of the eight fails once in 1,200 runs, and
     the seeds are fixed."""
     save_model("qwen3", tmp_path, 0)
-    params, count = SamplingParams(tokens_max=8, temperature=0.25, ignore_eos=True), 8192
+    params, count = SamplingParams(tokens_max=8, temperature=0.2, ignore_eos=True), 8192
 
     def drawn(seed: int, fixed: float) -> tuple[np.ndarray[Any, Any], Engine]:
         """So many at a time as there is room for: while one waits for a place that is free, nothing
@@ -424,8 +424,9 @@ def test_the_distribution_is_the_same_in_bfloat16(tmp_path: Path) -> None:
     plain, _ = drawn(1, 0.0)
     guessed, engine = drawn(2, 3.0)
     number, accepted = engine.stats().drafts[0]
-    # On a CPU four of five places have a guess that a text of its prompt gives, and 0.3 are right.
-    assert number > accepted > count // 2, (number, accepted)
+    # Seven of ten tokens stood behind the same one in a text of the prompt, counted on a CPU; of
+    # those guesses 0.29 are right at a temperature of 0.25, and 0.52 at 0.15.
+    assert number > accepted > count // 8, (number, accepted)
     for one, other in zip(plain.T % 16, guessed.T % 16, strict=True):
         a, b = np.bincount(one, minlength=16), np.bincount(other, minlength=16)
         there = a + b > 0
