@@ -100,5 +100,5 @@ def test_a_run_on_a_gpu_does_not_guess_as_yet() -> None:
     asked = config(rollout={"speculation": "on"})
     check_guesses(asked, "cpu")
     check_guesses(config(), "cuda:0")
-    with pytest.raises(UserError, match="only the engine alone guesses"):
+    with pytest.raises(UserError, match="on a GPU the engine alone guesses"):
         check_guesses(asked, "cuda:0")
